@@ -1,0 +1,177 @@
+use std::sync::Arc;
+
+use lily_ops::sample::{SampleParams, TokenCounts};
+use lily_ops::{Case, CaseOutputs, Plan, SlotState};
+
+use crate::step::{SlotId, Step, StepError, StepOut, Ticket};
+use crate::weights::Weight;
+
+/// How much a program is prepared for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Slots: timelines that can be alive at once.
+    pub slots: usize,
+    /// Tokens of one step, all segments together.
+    pub rows: usize,
+    /// Rows of logits held at once; more are computed one tile after another.
+    pub outputs: usize,
+    /// KV pages of 256 tokens, shared by all slots.
+    pub pages: usize,
+}
+
+impl Limits {
+    /// Limits for `slots` timelines of `context` tokens each, in steps of at most `rows` tokens.
+    pub fn new(slots: usize, context: usize, rows: usize) -> Self {
+        let pages = slots * context.div_ceil(lily_ops::plan::PAGE_TOKENS);
+        Self { slots, rows, outputs: rows.min(32).max(slots), pages }
+    }
+}
+
+/// Bytes a program allocates, computed before it does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryNeed {
+    /// KV pages.
+    pub kv: u64,
+    /// Recurrent and convolution state of all slots.
+    pub state: u64,
+    /// Values between operations, logits and the device's own work space.
+    pub scratch: u64,
+    /// Copies of weights; 0 where the mapped checkpoint is used in place.
+    pub weights: u64,
+}
+
+impl MemoryNeed {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.kv + self.state + self.scratch + self.weights
+    }
+}
+
+/// Why a plan cannot be prepared.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// An operation has no kernel for these types and shapes.
+    #[error("{device} cannot run {operations}")]
+    Unsupported {
+        /// The device.
+        device: String,
+        /// Each operation with its types and shapes.
+        operations: String,
+    },
+    /// The plan, its weights or the limits contradict each other.
+    #[error("the plan cannot be prepared: {0}")]
+    Invalid(String),
+    /// There is not enough memory.
+    #[error("{0}")]
+    OutOfMemory(String),
+}
+
+/// What a program counted since it was prepared.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Steps run.
+    pub steps: u64,
+    /// Bytes read of each weight of the plan, by its index. A matrix that serves many rows of a step counts
+    /// as often as it is fetched.
+    pub weight_bytes: Vec<u64>,
+}
+
+/// A kind of processor that runs plans.
+pub trait Device: Send + Sync {
+    /// Name, with what matters of the machine: `cpu (avx512-vnni, 2 threads)`.
+    fn name(&self) -> String;
+
+    /// Bytes that [`prepare`](Self::prepare) would allocate.
+    fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed;
+
+    /// Chooses kernels, lays out memory and returns a program. `weights` are the plan's, in its order.
+    fn prepare(
+        &self,
+        plan: Arc<Plan>,
+        weights: Vec<Weight>,
+        limits: Limits,
+    ) -> Result<Box<dyn Program>, PrepareError>;
+
+    /// Runs one operation alone, as conformance tests do.
+    fn evaluate(&self, case: &Case) -> Result<CaseOutputs, PrepareError>;
+}
+
+/// The state of one slot, away from the device: exact, and the same bytes on every device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Snapshot {
+    /// Tokens seen.
+    pub position: usize,
+    /// The last token that was sampled, if any.
+    pub last_sampled: Option<u32>,
+    /// Tokens sampled since the answer began.
+    pub generated: u64,
+    /// How often each of them was.
+    pub counts: TokenCounts,
+    /// `[recurrent layer][head][dv][dk]` f32, little-endian.
+    pub recurrent: Vec<u8>,
+    /// `[recurrent layer][taps − 1][channels]` in the plan's element type.
+    pub conv: Vec<u8>,
+    /// For each attention layer K, then V: `[kv head][position][head_dim]` in the plan's element type.
+    pub kv: Vec<u8>,
+}
+
+impl Snapshot {
+    /// Bytes it takes.
+    pub fn bytes(&self) -> usize {
+        self.recurrent.len() + self.conv.len() + self.kv.len()
+    }
+}
+
+/// A prepared plan and the state of its slots.
+pub trait Program: Send {
+    /// The plan.
+    fn plan(&self) -> &Plan;
+
+    /// The limits it was prepared for.
+    fn limits(&self) -> Limits;
+
+    /// Hands a step to the device without waiting. At most two may be in flight.
+    fn submit(&mut self, step: Step) -> Result<Ticket, StepError>;
+
+    /// Waits for a submitted step.
+    fn wait(&mut self, ticket: Ticket) -> Result<StepOut, StepError>;
+
+    /// Chooses a token from the logits that a step with [`Output::Hold`](crate::Output::Hold) left on the device.
+    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError>;
+
+    /// Forgets everything of a slot and frees its pages. A poisoned slot is usable again.
+    fn reset(&mut self, slot: SlotId) -> Result<(), StepError>;
+
+    /// Starts a new answer in a slot: the sampler's counter and token counts begin anew.
+    fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError>;
+
+    /// Tokens a slot has seen.
+    fn position(&self, slot: SlotId) -> Result<usize, StepError>;
+
+    /// Copies a slot's state off the device.
+    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError>;
+
+    /// Puts a slot into a state copied before, from a program of the same plan.
+    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError>;
+
+    /// A slot's state in the canonical form of the reference, for tests.
+    fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError>;
+
+    /// KV pages not in use.
+    fn free_pages(&self) -> usize;
+
+    /// Bytes allocated.
+    fn memory(&self) -> MemoryNeed;
+
+    /// Highest use of scratch so far, in bytes.
+    fn scratch_high_water(&self) -> u64;
+
+    /// What was counted so far.
+    fn counters(&self) -> Counters;
+
+    /// Submits a step and waits for it.
+    fn run(&mut self, step: Step) -> Result<StepOut, StepError> {
+        let ticket = self.submit(step)?;
+        self.wait(ticket)
+    }
+}
