@@ -28,11 +28,8 @@ fn run(fixture: &Fixture, precision: Precision, chunks: &[usize]) -> (Vec<f32>, 
 fn logits_equal_mlx_lm() {
     for name in ["tiny-a", "tiny-c"] {
         let fixture = Fixture::open(name);
-        let runs = [
-            ("prefill", vec![40]),
-            ("step", vec![1; 40]),
-            ("mixed", fixture.mixed_chunks.clone()),
-        ];
+        let runs =
+            [("prefill", vec![40]), ("step", vec![1; 40]), ("mixed", fixture.mixed_chunks.clone())];
         for (kind, chunks) in runs {
             let (logits, _) = run(&fixture, Precision::Precise, &chunks);
             let (_, want) = fixture.golden(&format!("logits_f32_{kind}"));

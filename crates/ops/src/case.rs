@@ -117,7 +117,12 @@ impl Case {
             match (g, w) {
                 (HostTensor::U32(g), HostTensor::U32(w)) if g == w => {}
                 (HostTensor::U32(g), HostTensor::U32(w)) => {
-                    return Err(format!("{}: {value}: ids {g:?}, want {w:?}", self.name));
+                    let at = g.iter().zip(w).position(|(g, w)| g != w);
+                    let pair = at.map(|i| (g[i], w[i]));
+                    return Err(format!(
+                        "{}: {value}: id {at:?} is {pair:?} (got, want)",
+                        self.name
+                    ));
                 }
                 _ => tolerance
                     .compare(g.f32(), w.f32())
@@ -128,9 +133,9 @@ impl Case {
             let bf16_step = Tolerance { relative: tolerance.relative.max(0.004), ..tolerance };
             for (part, g, w, element) in [
                 ("recurrent state", &g.recurrent, &w.recurrent, ElementType::F32),
-                ("convolution state", &g.conv, &w.conv, self.plan.state.conv_element),
-                ("K", &g.k, &w.k, self.plan.state.kv_element),
-                ("V", &g.v, &w.v, self.plan.state.kv_element),
+                ("convolution state", &g.conv, &w.conv, self.plan.state.cache_element),
+                ("K", &g.k, &w.k, self.plan.state.cache_element),
+                ("V", &g.v, &w.v, self.plan.state.cache_element),
             ] {
                 // One rounding to bf16 can fall to the other side.
                 let t = if element == ElementType::Bf16 { bf16_step } else { tolerance };
@@ -210,14 +215,13 @@ pub const NO_STATE: StateLayout = StateLayout {
     kv_layers: 0,
     kv_heads: 1,
     head_dim: 64,
-    kv_element: ElementType::F32,
     recurrent_layers: 0,
     heads: 1,
     dv: 16,
     dk: 16,
     conv_channels: 48,
     conv_taps: 4,
-    conv_element: ElementType::F32,
+    cache_element: ElementType::F32,
 };
 
 impl CaseBuilder {

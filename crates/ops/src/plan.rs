@@ -141,8 +141,6 @@ pub struct StateLayout {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Element type of K and V.
-    pub kv_element: ElementType,
     /// Recurrent layers; the state of a slot is `[layer][head][dv][dk]` f32.
     pub recurrent_layers: usize,
     /// Value heads of a recurrent layer.
@@ -155,8 +153,8 @@ pub struct StateLayout {
     pub conv_channels: usize,
     /// Taps of the causal convolution.
     pub conv_taps: usize,
-    /// Element type of the convolution's state.
-    pub conv_element: ElementType,
+    /// Element type of K, V and the convolution's state.
+    pub cache_element: ElementType,
 }
 
 impl StateLayout {
@@ -177,7 +175,7 @@ impl StateLayout {
 
     /// Bytes of one slot's convolution state, all layers.
     pub const fn conv_bytes(&self) -> usize {
-        self.recurrent_layers * self.conv_len() * self.conv_element.size()
+        self.recurrent_layers * self.conv_len() * self.cache_element.size()
     }
 
     /// Elements of one page of K (or of V) of one layer.
@@ -187,7 +185,7 @@ impl StateLayout {
 
     /// Bytes of one page: K and V of all attention layers.
     pub const fn page_bytes(&self) -> usize {
-        self.kv_layers * 2 * self.page_len() * self.kv_element.size()
+        self.kv_layers * 2 * self.page_len() * self.cache_element.size()
     }
 }
 

@@ -52,9 +52,9 @@ impl SlotState {
         Self {
             position,
             recurrent: fill(layout.recurrent_layers * layout.recurrent_len(), ElementType::F32),
-            conv: fill(layout.recurrent_layers * layout.conv_len(), layout.conv_element),
-            k: fill(kv, layout.kv_element),
-            v: fill(kv, layout.kv_element),
+            conv: fill(layout.recurrent_layers * layout.conv_len(), layout.cache_element),
+            k: fill(kv, layout.cache_element),
+            v: fill(kv, layout.cache_element),
         }
     }
 }

@@ -4,6 +4,7 @@
 //! from Philox4x32-10 whose key is `(seed, choice)` and whose counter is the index of the generated token:
 //! a seeded answer is the same whatever the batch, the chunking or a restart.
 
+use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::sync::Arc;
 

@@ -95,10 +95,10 @@ impl Contract for Attention {
         ];
         for (name, segments) in runs {
             for (heads, kv_heads, head_dim) in [(8, 2, 64), (8, 1, 256)] {
-                for kv_element in [ElementType::F32, ElementType::Bf16] {
+                for cache_element in [ElementType::F32, ElementType::Bf16] {
                     let state =
-                        StateLayout { kv_layers: 2, kv_heads, head_dim, kv_element, ..NO_STATE };
-                    let variant = format!("{name}/{heads}-{kv_heads}x{head_dim}/{kv_element:?}");
+                        StateLayout { kv_layers: 2, kv_heads, head_dim, cache_element, ..NO_STATE };
+                    let variant = format!("{name}/{heads}-{kv_heads}x{head_dim}/{cache_element:?}");
                     // The cache of a case already holds the rows' own K and V.
                     let cached: Vec<(usize, usize)> =
                         segments.iter().map(|&(rows, start)| (rows, start + rows)).collect();

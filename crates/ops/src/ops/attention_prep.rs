@@ -111,10 +111,10 @@ impl Contract for AttentionPrep {
                 }
                 for k in run.row(self.k, row).chunks(s.head_dim) {
                     kv[0].extend(
-                        prepare(k, &k_norm, position).into_iter().map(|x| s.kv_element.round(x)),
+                        prepare(k, &k_norm, position).into_iter().map(|x| s.cache_element.round(x)),
                     );
                 }
-                kv[1].extend(run.row(self.v, row).iter().map(|&x| s.kv_element.round(x)));
+                kv[1].extend(run.row(self.v, row).iter().map(|&x| s.cache_element.round(x)));
             }
             run.append_kv(self.layer, segment.slot, kv);
         }
@@ -134,12 +134,13 @@ impl Contract for AttentionPrep {
         ];
         for (name, segments) in runs {
             for (heads, kv_heads, head_dim, dims) in [(4, 2, 64, 16), (2, 1, 256, 64)] {
-                let kv_element = if kv_heads == 2 { ElementType::F32 } else { ElementType::Bf16 };
+                let cache_element =
+                    if kv_heads == 2 { ElementType::F32 } else { ElementType::Bf16 };
                 if segments[0].1 > 10_000 && head_dim > 64 {
                     continue;
                 }
                 let state =
-                    StateLayout { kv_layers: 1, kv_heads, head_dim, kv_element, ..NO_STATE };
+                    StateLayout { kv_layers: 1, kv_heads, head_dim, cache_element, ..NO_STATE };
                 let variant = format!("{name}/{heads}-{kv_heads}x{head_dim}");
                 let mut b = CaseBuilder::new::<Self>(&variant, segments, state);
                 let qg = b.input(Rows::Tokens, 2 * heads * head_dim, 1.0);

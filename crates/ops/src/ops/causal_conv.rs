@@ -53,7 +53,7 @@ impl Contract for CausalConv {
             let at = self.layer * s.conv_len();
             let mut history = run.slots[segment.slot].conv[at..at + s.conv_len()].to_vec();
             for row in segment.first..segment.first + segment.rows {
-                history.extend(run.row(self.x, row).iter().map(|&x| s.conv_element.round(x)));
+                history.extend(run.row(self.x, row).iter().map(|&x| s.cache_element.round(x)));
                 for c in 0..s.conv_channels {
                     let sum = (0..s.conv_taps)
                         .fold(0f32, |a, j| taps[c][j].mul_add(history[j * s.conv_channels + c], a));
@@ -71,18 +71,19 @@ impl Contract for CausalConv {
     fn cases() -> Vec<Case> {
         let mut cases = Vec::new();
         for &(name, segments) in SEGMENTS {
-            for conv_element in [ElementType::Bf16, ElementType::F32] {
+            for cache_element in [ElementType::Bf16, ElementType::F32] {
                 let state = StateLayout {
                     recurrent_layers: 2,
-                    conv_channels: 80,
-                    conv_element,
+                    heads: 2,
+                    conv_channels: 96,
+                    cache_element,
                     ..NO_STATE
                 };
                 let mut b =
-                    CaseBuilder::new::<Self>(&format!("{name}/{conv_element:?}"), segments, state);
-                let x = b.input(Rows::Tokens, 80, 1.0);
-                let weight = b.weight(WeightFormat::Dense(ElementType::Bf16), 1, 80, 4);
-                let out = b.output(Rows::Tokens, 80, ElementType::F32);
+                    CaseBuilder::new::<Self>(&format!("{name}/{cache_element:?}"), segments, state);
+                let x = b.input(Rows::Tokens, 96, 1.0);
+                let weight = b.weight(WeightFormat::Dense(ElementType::Bf16), 1, 96, 4);
+                let out = b.output(Rows::Tokens, 96, ElementType::F32);
                 cases.push(b.build(Self { x, weight, layer: 1, out }));
             }
         }

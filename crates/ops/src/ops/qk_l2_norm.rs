@@ -1,7 +1,7 @@
 use super::expect_f32;
 use crate::case::{Case, CaseBuilder, NO_STATE, SEGMENTS, Tolerance};
 use crate::op::Contract;
-use crate::plan::{Plan, Rows, ValueId};
+use crate::plan::{Plan, Rows, StateLayout, ValueId};
 use crate::reference::Reference;
 use crate::tensor::{ElementType, HostTensor};
 
@@ -37,9 +37,12 @@ impl Contract for QkL2Norm {
         let x = plan.value(self.x);
         expect_f32(plan, "x", self.x, Rows::Tokens, x.width)?;
         expect_f32(plan, "out", self.out, Rows::Tokens, x.width)?;
-        match x.width >= width {
+        let v = plan.state.heads * plan.state.dv;
+        match x.width == width + v {
             true => Ok(()),
-            false => Err(format!("x has {} elements a row, less than {width}", x.width)),
+            false => {
+                Err(format!("x has {} elements a row, q, k and v take {}", x.width, width + v))
+            }
         }
     }
     fn reference(&self, run: &mut Reference) {
@@ -66,9 +69,14 @@ impl Contract for QkL2Norm {
             .flat_map(|s| [(2, 32), (1, 128)].map(|shape| (s, shape)))
             .map(|(&(name, segments), (heads, dk))| {
                 let variant = format!("{name}/{heads}x{dk}");
-                let mut b = CaseBuilder::new::<Self>(&variant, segments, NO_STATE);
-                let x = b.input(Rows::Tokens, 2 * heads * dk + 64, 1.0);
-                let out = b.output(Rows::Tokens, 2 * heads * dk + 64, ElementType::F32);
+                let mut b = CaseBuilder::new::<Self>(
+                    &variant,
+                    segments,
+                    StateLayout { heads, dk, ..NO_STATE },
+                );
+                let x = b.input(Rows::Tokens, 2 * heads * dk + heads * NO_STATE.dv, 1.0);
+                let out =
+                    b.output(Rows::Tokens, 2 * heads * dk + heads * NO_STATE.dv, ElementType::F32);
                 b.build(Self { x, heads, dk, out })
             })
             .collect()

@@ -1,3 +1,5 @@
+use std::cmp::Ordering;
+
 use super::{expect, expect_f32};
 use crate::case::{Case, CaseBuilder, NO_STATE, SEGMENTS, Tolerance};
 use crate::op::Contract;
@@ -44,7 +46,8 @@ impl Contract for Router {
             let max = logits.iter().fold(f32::NEG_INFINITY, |m, &x| m.max(x));
             let p: Vec<f64> = logits.iter().map(|&x| f64::from(x - max).exp()).collect();
             let mut order: Vec<usize> = (0..p.len()).collect();
-            order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+            // A stable sort keeps equal ones, −0 and 0 among them, in the order of their ids.
+            order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap_or(Ordering::Equal));
             order.truncate(self.k);
             let sum: f64 = order.iter().map(|&e| p[e]).sum();
             ids.extend(order.iter().map(|&e| e as u32));
