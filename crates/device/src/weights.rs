@@ -40,7 +40,7 @@ impl Weight {
                 0 => 0,
                 _ => (spec.matrices - 1) * self.strides[i] + matrix,
             };
-            let have = bytes.map_or(0, |b| b.len() as usize);
+            let have = bytes.map_or(0, |b| b.len());
             if have < need {
                 return Err(format!("{}: {what} hold {have} bytes, {need} are needed", spec.role));
             }

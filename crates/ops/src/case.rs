@@ -198,7 +198,7 @@ impl Seeded {
         (0..n)
             .map(|_| {
                 let x = self.unit() * scale;
-                if self.bits() % 97 == 0 { x * 8.0 } else { x }
+                if self.bits().is_multiple_of(97) { x * 8.0 } else { x }
             })
             .collect()
     }

@@ -169,8 +169,11 @@ pub fn argmax(logits: &[f32]) -> Option<u32> {
 fn draw(logits: &[f32], best: u32, params: &SampleParams, index: u64) -> u32 {
     let max = logits[best as usize];
     let probability = |id: u32| exp((logits[id as usize] - max) / params.temperature);
-    let order =
-        |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let order = |a: &u32, b: &u32| {
+        // No NaN is left, and −0 equals 0.
+        let by_logit = logits[*b as usize].partial_cmp(&logits[*a as usize]);
+        by_logit.unwrap_or(Ordering::Equal).then(a.cmp(b))
+    };
     // A token whose probability rounds to zero is never drawn and adds nothing to a sum.
     let mut kept: Vec<u32> = (0..logits.len() as u32).filter(|&id| probability(id) > 0.0).collect();
     let k = params.top_k as usize;

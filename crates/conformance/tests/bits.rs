@@ -1,0 +1,285 @@
+//! Bits do not depend on the path: chunking, threads, instruction set, batch mates, snapshots.
+
+use std::sync::Arc;
+
+use lily_checkpoint::Checkpoint;
+use lily_conformance::fixture_path;
+use lily_cpu::{CpuDevice, CpuOptions, Isa};
+use lily_device::{Device, Input, Limits, Output, Program, Segment, SegmentOut, SlotId, Step};
+use lily_model::{Model, Precision};
+use lily_ops::case::Seeded;
+use lily_ops::sample::SampleParams;
+
+const SLOT: SlotId = SlotId(0);
+const LONGEST: usize = 1000;
+const LENGTHS: [usize; 12] = [1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, LONGEST];
+
+struct Subject {
+    name: String,
+    model: Model,
+    tokens: Vec<u32>,
+}
+
+impl Subject {
+    fn new(name: &str, precision: Precision) -> Self {
+        let checkpoint = match name {
+            "demo" => lily_demo::open().expect("the demo model opens"),
+            _ => Checkpoint::open(&fixture_path(name).join("mlx")).expect("the fixture opens"),
+        };
+        let model = lily_model::load(&checkpoint, precision).expect("the model loads");
+        let mut rng = Seeded::new(name);
+        let vocab = model.config.vocab_size as u32;
+        let tokens = (0..LONGEST).map(|_| rng.bits() % vocab).collect();
+        Self { name: format!("{name} {precision:?}"), model, tokens }
+    }
+
+    fn program(&self, isa: Isa, threads: usize, slots: usize) -> Box<dyn Program> {
+        let device = CpuDevice::new(CpuOptions { threads: Some(threads), isa: Some(isa) });
+        let limits = Limits::new(slots, 1024, LONGEST);
+        let plan = Arc::clone(&self.model.plan);
+        device.prepare(plan, self.model.weights.clone(), limits).expect("the plan is prepared")
+    }
+
+    /// Bits of the logits of the first `length` tokens, fed in chunks.
+    fn logits(&self, program: &mut dyn Program, length: usize, chunk: usize) -> Vec<u32> {
+        program.reset(SLOT).expect("the slot exists");
+        let mut all = Vec::new();
+        for part in self.tokens[..length].chunks(chunk) {
+            all.extend(run(program, SLOT, part));
+        }
+        all
+    }
+}
+
+/// Bits of the logits of some tokens of a slot.
+fn run(program: &mut dyn Program, slot: SlotId, tokens: &[u32]) -> Vec<u32> {
+    let step = Step::one(slot, Input::Tokens(tokens.to_vec()), Output::Logits);
+    bits(&program.run(step).expect("the step runs").segments[0])
+}
+
+fn bits(out: &SegmentOut) -> Vec<u32> {
+    match out {
+        SegmentOut::Logits(x) => x.iter().map(|x| x.to_bits()).collect(),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The baseline is the longest prompt fed whole: since attention and recurrence are causal, the logits of
+/// every shorter prompt are a prefix of it, bit for bit.
+fn check_paths(subject: &Subject, lengths: &[usize], chunks: &[usize]) {
+    let vocab = subject.model.config.vocab_size;
+    let longest = *lengths.iter().max().expect("a length");
+    let mut baseline: Option<Vec<u32>> = None;
+    let mut runs = 0;
+    for isa in Isa::available() {
+        for threads in 1..=3 {
+            let mut program = subject.program(isa, threads, 1);
+            let whole = subject.logits(&mut *program, longest, longest);
+            let want = baseline.get_or_insert(whole.clone());
+            assert!(*want == whole, "{}: {isa}, {threads} threads: other bits", subject.name);
+            for &length in lengths {
+                for &chunk in chunks.iter().filter(|c| **c < length) {
+                    let got = subject.logits(&mut *program, length, chunk);
+                    let at = got.iter().zip(&want[..]).position(|(a, b)| a != b);
+                    assert!(
+                        at.is_none() && got.len() == length * vocab,
+                        "{}: {isa}, {threads} threads, {length} tokens in chunks of {chunk}: token {:?} differs",
+                        subject.name,
+                        at.map(|i| i / vocab)
+                    );
+                    runs += 1;
+                }
+                let whole = subject.logits(&mut *program, length, length);
+                assert!(whole[..] == want[..whole.len()], "{}: {length} whole", subject.name);
+                runs += 1;
+            }
+        }
+    }
+    println!("{}: {runs} runs alike", subject.name);
+}
+
+#[test]
+fn chunks_threads_and_instruction_sets_standard() {
+    check_paths(&Subject::new("tiny-a", Precision::Standard), &LENGTHS, &[1, 7, 64, 512]);
+}
+
+#[test]
+fn chunks_threads_and_instruction_sets_precise() {
+    check_paths(&Subject::new("tiny-a", Precision::Precise), &[5, 65, 129], &[1, 7, 64]);
+}
+
+#[test]
+fn chunks_threads_and_instruction_sets_real_head_sizes() {
+    check_paths(&Subject::new("tiny-c", Precision::Standard), &[5, 65, 300], &[1, 7, 64]);
+    check_paths(&Subject::new("demo", Precision::Standard), &[5, 130], &[1, 64]);
+}
+
+/// Four slots at different places, in steps that mix prefill and decode, against each slot alone.
+#[test]
+fn batch_mates_change_nothing() {
+    for subject in
+        [Subject::new("tiny-a", Precision::Standard), Subject::new("tiny-c", Precision::Standard)]
+    {
+        let parts: [&[usize]; 4] =
+            [&[65, 1, 1, 1], &[3, 70, 1, 1], &[1, 1, 1, 129], &[7, 1, 30, 2]];
+        let start = |slot: usize| slot * 40;
+        let alone: Vec<Vec<Vec<u32>>> = (0..4)
+            .map(|slot| {
+                let mut program = subject.program(Isa::detect(), 2, 1);
+                let mut at = start(slot);
+                parts[slot]
+                    .iter()
+                    .map(|&n| {
+                        at += n;
+                        run(&mut *program, SLOT, &subject.tokens[at - n..at])
+                    })
+                    .collect()
+            })
+            .collect();
+        for count in 1..=4 {
+            let mut program = subject.program(Isa::detect(), 2, 4);
+            let mut at: Vec<usize> = (0..4).map(start).collect();
+            for step in 0..4 {
+                // The slots of a step come in another order each time.
+                let order: Vec<usize> = (0..count).map(|i| (i + step) % count).collect();
+                let segments = order.iter().map(|&slot| {
+                    let n = parts[slot][step];
+                    at[slot] += n;
+                    Segment {
+                        slot: SlotId(slot as u32),
+                        input: Input::Tokens(subject.tokens[at[slot] - n..at[slot]].to_vec()),
+                        output: Output::Logits,
+                    }
+                });
+                let segments = segments.collect();
+                let out = program.run(Step { segments }).expect("the step runs");
+                for (&slot, got) in order.iter().zip(&out.segments) {
+                    assert!(
+                        bits(got) == alone[slot][step],
+                        "{}: slot {slot} of {count}, step {step}",
+                        subject.name
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_restored_snapshot_equals_never_having_left() {
+    let subject = Subject::new("tiny-c", Precision::Standard);
+    let mut program = subject.program(Isa::detect(), 2, 2);
+    for cut in [1, 64, 255, 256, 300] {
+        let whole = subject.logits(&mut *program, 320, 320);
+        subject.logits(&mut *program, cut, 50);
+        let snapshot = program.snapshot(SLOT).expect("the slot is usable");
+        // Another timeline passes through the slot, and one more keeps its first pages.
+        run(&mut *program, SLOT, &subject.tokens[500..700]);
+        run(&mut *program, SlotId(1), &subject.tokens[..10]);
+        program.reset(SLOT).expect("the slot exists");
+        run(&mut *program, SlotId(1), &subject.tokens[10..300]);
+        program.restore(SLOT, &snapshot).expect("the snapshot fits");
+        let rest = run(&mut *program, SLOT, &subject.tokens[cut..320]);
+        let vocab = subject.model.config.vocab_size;
+        assert!(rest[..] == whole[cut * vocab..], "cut at {cut}");
+        // The same bytes again: a snapshot of what was restored is the snapshot.
+        program.restore(SlotId(1), &snapshot).expect("the snapshot fits");
+        assert!(program.snapshot(SlotId(1)).expect("usable") == snapshot);
+        program.reset(SlotId(1)).expect("the slot exists");
+    }
+}
+
+#[test]
+fn a_sampled_answer_goes_on_after_a_restore() {
+    let subject = Subject::new("tiny-a", Precision::Standard);
+    let params = SampleParams {
+        temperature: 1.0,
+        top_k: 40,
+        seed: 11,
+        frequency_penalty: 0.5,
+        ..SampleParams::GREEDY
+    };
+    let sample = |program: &mut dyn Program, slot, input| {
+        let step = Step::one(slot, input, Output::Sample(params.clone()));
+        match program.run(step).expect("the step runs").segments[..] {
+            [SegmentOut::Sampled(id)] => id,
+            ref other => panic!("{other:?}"),
+        }
+    };
+    let mut program = subject.program(Isa::detect(), 2, 2);
+    let mut ids = vec![sample(&mut *program, SLOT, Input::Tokens(subject.tokens[..20].to_vec()))];
+    let mut snapshot = None;
+    for i in 1..30 {
+        if i == 12 {
+            snapshot = Some(program.snapshot(SLOT).expect("usable"));
+        }
+        ids.push(sample(&mut *program, SLOT, Input::LastSampled));
+    }
+    program.restore(SlotId(1), &snapshot.expect("taken")).expect("the snapshot fits");
+    let again: Vec<u32> =
+        (12..30).map(|_| sample(&mut *program, SlotId(1), Input::LastSampled)).collect();
+    assert_eq!(again, ids[12..]);
+}
+
+/// Decoding four slots in one step reads each dense weight once: as many bytes as one slot does.
+#[test]
+fn four_decoding_slots_read_each_dense_weight_once() {
+    let subject = Subject::new("tiny-c", Precision::Standard);
+    let decode = |slots: usize| -> Vec<u64> {
+        let mut program = subject.program(Isa::detect(), 2, 4);
+        let before = program.counters().weight_bytes;
+        let segments = (0..slots).map(|slot| Segment {
+            slot: SlotId(slot as u32),
+            input: Input::Tokens(vec![subject.tokens[slot]]),
+            output: Output::Sample(SampleParams::GREEDY),
+        });
+        program.run(Step { segments: segments.collect() }).expect("the step runs");
+        let after = program.counters().weight_bytes;
+        after.iter().zip(before).map(|(a, b)| a - b).collect()
+    };
+    let (one, four) = (decode(1), decode(4));
+    let mut matrices = 0;
+    for (i, spec) in subject.model.plan.weights.iter().enumerate() {
+        let dense = spec.matrices == 1;
+        if dense && one[i] > 0 {
+            assert_eq!(one[i], spec.bytes(), "{}: one slot", spec.role);
+            assert_eq!(four[i], one[i], "{}: four slots", spec.role);
+            matrices += 1;
+        }
+        if !dense {
+            // Of the experts, those that any of the four tokens selects, each once.
+            assert!(four[i] <= spec.bytes() && four[i] >= one[i], "{}", spec.role);
+            assert_eq!(one[i], 8 * spec.matrix_bytes(), "{}", spec.role);
+        }
+    }
+    let linears = subject.model.plan.nodes().filter(|n| n.op.name() == "linear").count();
+    assert_eq!(matrices, linears, "every linear operation was counted");
+}
+
+/// Scratch does not grow with the context: a 4K prompt makes use of what the plan says, and the plan says
+/// the same for 32K and 128K.
+#[test]
+fn scratch_is_bounded_by_the_chunk() {
+    let subject = Subject::new("tiny-a", Precision::Standard);
+    let device = CpuDevice::new(CpuOptions { threads: Some(2), isa: None });
+    let need = |context| device.memory(&subject.model.plan, &Limits::new(1, context, 128));
+    let scratch = need(4096).scratch;
+    for context in [32 * 1024, 128 * 1024] {
+        assert_eq!(need(context).scratch, scratch);
+        assert!(need(context).kv > need(4096).kv);
+    }
+    let plan = Arc::clone(&subject.model.plan);
+    let limits = Limits::new(1, 4096, 128);
+    let mut program =
+        device.prepare(plan, subject.model.weights.clone(), limits).expect("prepared");
+    let mut marks = Vec::new();
+    for round in 0..32 {
+        let chunk = &subject.tokens[round * 16..][..128];
+        let step = Step::one(SLOT, Input::Tokens(chunk.to_vec()), Output::Hold);
+        program.run(step).expect("the step runs");
+        marks.push(program.scratch_high_water());
+    }
+    assert_eq!(program.position(SLOT), Ok(4096));
+    assert!(marks.iter().all(|m| *m == marks[0]), "scratch grows with the context: {marks:?}");
+    assert!(marks[0] <= scratch, "{} bytes in use, {scratch} planned", marks[0]);
+}

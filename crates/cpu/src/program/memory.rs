@@ -1,0 +1,100 @@
+//! Bytes a program takes, from the plan alone.
+
+use lily_device::{Limits, MemoryNeed, ScratchLayout};
+use lily_ops::{Activation, Op, Plan, ValueId};
+
+use super::shapes::{attention_shape, is_vector};
+use crate::kernels::attention::AttentionScratch;
+use crate::kernels::quantize::GROUP;
+
+/// The operand that a kernel overwrites with its result.
+pub(super) fn in_place(op: &Op) -> Option<ValueId> {
+    match op {
+        Op::Add(op) => Some(op.a),
+        Op::SwiGlu(op) => Some(op.gate),
+        Op::AttentionGate(op) => Some(op.x),
+        Op::QkL2Norm(op) => Some(op.x),
+        Op::GatedRmsNorm(op) => Some(op.y),
+        Op::MoeCombine(op) => Some(op.residual),
+        _ => None,
+    }
+}
+
+/// Places of all values.
+pub(super) fn layout(plan: &Plan, limits: &Limits) -> ScratchLayout {
+    ScratchLayout::new(plan, limits.rows, limits.outputs, in_place)
+}
+
+/// Work space beside the values, in elements: what grows with the rows of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct WorkSpace {
+    /// Largest input that is quantized.
+    pub quantized: usize,
+    /// Largest result of an up projection.
+    pub up: usize,
+    /// Rows routed to experts.
+    pub routed: usize,
+    /// Rotary angles.
+    pub angles: usize,
+}
+
+impl WorkSpace {
+    pub fn new(plan: &Plan, limits: &Limits) -> Self {
+        let mut space = Self::default();
+        let count = |id: ValueId| {
+            let value = plan.value(id);
+            value.rows.count(limits.rows, limits.outputs) * value.width
+        };
+        for node in plan.nodes() {
+            let quantized = match &node.op {
+                Op::Linear(op) if op.activation == Activation::I8G64 => count(op.x),
+                Op::ExpertsIn(op) if op.activation == Activation::I8G64 => count(op.x),
+                Op::ExpertsOut(op) if op.activation == Activation::I8G64 => count(op.x),
+                _ => 0,
+            };
+            space.quantized = space.quantized.max(quantized);
+            match &node.op {
+                Op::ExpertsIn(op) => {
+                    space.up = space.up.max(count(op.out));
+                    space.routed = space.routed.max(count(op.ids));
+                }
+                Op::AttentionPrep(op) => {
+                    space.angles = space.angles.max(limits.rows * op.rope.dims);
+                }
+                _ => {}
+            }
+        }
+        space
+    }
+
+    /// Bytes, with two quantized inputs held at once.
+    pub fn bytes(&self) -> u64 {
+        let quantized = 2 * (self.quantized + self.quantized / GROUP * 8);
+        (quantized + self.up * 4 + self.routed * 12 + self.angles * 4) as u64
+    }
+}
+
+/// Bytes that each thread keeps for panels of weights: 16 rows of the widest matrix, unpacked.
+fn panel_bytes(plan: &Plan) -> u64 {
+    let widest = plan.weights.iter().map(|w| w.cols).max().unwrap_or(0);
+    (16 * widest * 4) as u64
+}
+
+/// Bytes that [`prepare`](lily_device::Device::prepare) allocates, and what grows while steps run.
+pub(crate) fn memory_need(plan: &Plan, limits: &Limits, threads: usize) -> MemoryNeed {
+    let state = &plan.state;
+    let attention = attention_shape(plan)
+        .map_or(0, |(shape, _)| AttentionScratch::bytes(&shape, threads) as u64);
+    let vectors = plan.weights.iter().filter(|w| is_vector(plan, w)).map(|w| w.rows * w.cols * 4);
+    let held = limits.slots * plan.vocab * 4;
+    MemoryNeed {
+        kv: (limits.pages * state.page_bytes()) as u64,
+        state: (limits.slots * (state.recurrent_bytes() + state.conv_bytes())) as u64,
+        scratch: layout(plan, limits).bytes()
+            + WorkSpace::new(plan, limits).bytes()
+            + attention
+            + threads as u64 * panel_bytes(plan)
+            + held as u64,
+        weights: vectors.sum::<usize>() as u64,
+    }
+}

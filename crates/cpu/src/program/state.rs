@@ -1,0 +1,250 @@
+//! The state of all slots: recurrent state, convolution state and KV pages.
+
+use bytemuck::Pod;
+use half::bf16;
+use lily_device::{Limits, SlotId, Snapshot};
+use lily_ops::plan::PAGE_TOKENS;
+use lily_ops::{ElementType, SlotState, StateLayout};
+
+use crate::kernels::StoredElem;
+
+/// Elements of the convolution's state and of the KV pages: bf16, or f32 in precise mode.
+pub(super) enum Stored {
+    /// bf16 bits.
+    Bf16(Cache<u16>),
+    /// f32.
+    F32(Cache<f32>),
+}
+
+/// Convolution state and KV pages of one element type.
+pub(super) struct Cache<T> {
+    /// `[slot][recurrent layer][taps − 1][channels]`.
+    pub conv: Vec<T>,
+    /// For each attention layer `[page][kv head][token][head_dim]`.
+    pub k: Vec<Vec<T>>,
+    /// As `k`.
+    pub v: Vec<Vec<T>>,
+}
+
+/// The state of all slots.
+pub(crate) struct State {
+    pub(super) layout: StateLayout,
+    /// `[slot][recurrent layer][head][dv][dk]`.
+    pub(super) recurrent: Vec<f32>,
+    pub(super) stored: Stored,
+}
+
+/// An element of the cache that converts to f32 and lies in memory as it is stored.
+pub(super) trait Element: StoredElem + Pod {
+    fn to_f32(self) -> f32;
+    fn of_f32(x: f32) -> Self;
+}
+
+impl Element for u16 {
+    fn to_f32(self) -> f32 {
+        bf16::from_bits(self).to_f32()
+    }
+    fn of_f32(x: f32) -> Self {
+        bf16::from_f32(x).to_bits()
+    }
+}
+
+impl Element for f32 {
+    fn to_f32(self) -> f32 {
+        self
+    }
+    fn of_f32(x: f32) -> Self {
+        x
+    }
+}
+
+/// Calls the same code for either element type.
+macro_rules! with_cache {
+    ($stored:expr, $cache:ident => $body:expr) => {
+        match $stored {
+            Stored::Bf16($cache) => $body,
+            Stored::F32($cache) => $body,
+        }
+    };
+}
+pub(super) use with_cache;
+
+impl<T: Element> Cache<T> {
+    fn new(layout: &StateLayout, limits: &Limits) -> Self {
+        // Zeroed memory comes from the system untouched: pages cost nothing until they are used.
+        let pages = || vec![T::zeroed(); limits.pages * layout.page_len()];
+        Self {
+            conv: vec![T::zeroed(); limits.slots * layout.recurrent_layers * layout.conv_len()],
+            k: (0..layout.kv_layers).map(|_| pages()).collect(),
+            v: (0..layout.kv_layers).map(|_| pages()).collect(),
+        }
+    }
+}
+
+/// Start of a token of a head in the pages of one layer.
+fn at(layout: &StateLayout, pages: &[u32], head: usize, token: usize) -> usize {
+    let page = pages[token / PAGE_TOKENS] as usize;
+    page * layout.page_len() + (head * PAGE_TOKENS + token % PAGE_TOKENS) * layout.head_dim
+}
+
+/// Start and length of each run of a head's elements that lie together, for `tokens` tokens in order.
+fn runs<'a>(
+    layout: &'a StateLayout,
+    pages: &'a [u32],
+    head: usize,
+    tokens: usize,
+) -> impl Iterator<Item = (usize, usize)> + 'a {
+    (0..tokens).step_by(PAGE_TOKENS).map(move |token| {
+        let count = (tokens - token).min(PAGE_TOKENS);
+        (at(layout, pages, head, token), count * layout.head_dim)
+    })
+}
+
+impl State {
+    pub fn new(layout: StateLayout, limits: &Limits) -> Self {
+        let stored = match layout.cache_element {
+            ElementType::Bf16 => Stored::Bf16(Cache::new(&layout, limits)),
+            _ => Stored::F32(Cache::new(&layout, limits)),
+        };
+        let recurrent = vec![0.0; limits.slots * layout.recurrent_layers * layout.recurrent_len()];
+        Self { layout, recurrent, stored }
+    }
+
+    /// Elements of one slot's recurrent state, and of its convolution state.
+    pub fn slot_lens(&self) -> (usize, usize) {
+        let l = &self.layout;
+        (l.recurrent_layers * l.recurrent_len(), l.recurrent_layers * l.conv_len())
+    }
+
+    /// Zeroes a slot's recurrent and convolution state; its pages are overwritten as tokens come.
+    pub fn clear(&mut self, slot: SlotId) {
+        let (recurrent, conv) = self.slot_lens();
+        let s = slot.0 as usize;
+        self.recurrent[s * recurrent..][..recurrent].fill(0.0);
+        with_cache!(&mut self.stored, c => c.conv[s * conv..][..conv].fill(Default::default()));
+    }
+
+    /// Bytes of a slot's recurrent state, convolution state and cache of `tokens` tokens.
+    pub fn save(&self, slot: SlotId, pages: &[u32], tokens: usize) -> (Vec<u8>, Vec<u8>, Vec<u8>) {
+        let (recurrent, conv) = self.slot_lens();
+        let s = slot.0 as usize;
+        let mut kv = Vec::with_capacity(self.kv_bytes(tokens));
+        let conv = with_cache!(&self.stored, c => {
+            for pair in c.k.iter().zip(&c.v) {
+                for part in [pair.0, pair.1] {
+                    for head in 0..self.layout.kv_heads {
+                        for (start, len) in runs(&self.layout, pages, head, tokens) {
+                            kv.extend_from_slice(bytemuck::cast_slice(&part[start..start + len]));
+                        }
+                    }
+                }
+            }
+            bytemuck::cast_slice(&c.conv[s * conv..][..conv]).to_vec()
+        });
+        let recurrent = bytemuck::cast_slice(&self.recurrent[s * recurrent..][..recurrent]);
+        (recurrent.to_vec(), conv, kv)
+    }
+
+    fn kv_bytes(&self, tokens: usize) -> usize {
+        let l = &self.layout;
+        l.kv_layers * 2 * l.kv_heads * tokens * l.head_dim * l.cache_element.size()
+    }
+
+    /// Whether a snapshot is one of this plan.
+    pub fn check_snapshot(&self, snapshot: &Snapshot) -> Result<(), String> {
+        let (recurrent, conv) = self.slot_lens();
+        let want = [
+            recurrent * 4,
+            conv * self.layout.cache_element.size(),
+            self.kv_bytes(snapshot.position),
+        ];
+        let have = [snapshot.recurrent.len(), snapshot.conv.len(), snapshot.kv.len()];
+        match want == have {
+            true => Ok(()),
+            false => Err(format!(
+                "the snapshot holds {have:?} bytes of recurrent state, convolution state and cache, this model has {want:?}; it is of another model or precision"
+            )),
+        }
+    }
+
+    /// The reverse of [`save`](Self::save); the snapshot has been checked.
+    pub fn load(&mut self, slot: SlotId, pages: &[u32], snapshot: &Snapshot) {
+        let (recurrent, conv) = self.slot_lens();
+        let s = slot.0 as usize;
+        copy_bytes(&mut self.recurrent[s * recurrent..][..recurrent], &snapshot.recurrent);
+        let layout = self.layout;
+        let mut from = 0;
+        with_cache!(&mut self.stored, c => {
+            copy_bytes(&mut c.conv[s * conv..][..conv], &snapshot.conv);
+            for (k, v) in c.k.iter_mut().zip(&mut c.v) {
+                for part in [k, v] {
+                    for head in 0..layout.kv_heads {
+                        for (start, len) in runs(&layout, pages, head, snapshot.position) {
+                            let bytes = len * layout.cache_element.size();
+                            copy_bytes(&mut part[start..start + len], &snapshot.kv[from..from + bytes]);
+                            from += bytes;
+                        }
+                    }
+                }
+            }
+        });
+    }
+
+    /// The canonical form of a slot with `tokens` cached tokens.
+    pub fn export(&self, slot: SlotId, pages: &[u32], tokens: usize) -> SlotState {
+        let (recurrent, conv) = self.slot_lens();
+        let s = slot.0 as usize;
+        let l = &self.layout;
+        let mut out = SlotState {
+            position: tokens,
+            recurrent: self.recurrent[s * recurrent..][..recurrent].to_vec(),
+            ..SlotState::default()
+        };
+        with_cache!(&self.stored, c => {
+            out.conv = c.conv[s * conv..][..conv].iter().map(|x| x.to_f32()).collect();
+            for (parts, to) in [(&c.k, &mut out.k), (&c.v, &mut out.v)] {
+                for part in parts {
+                    for token in 0..tokens {
+                        for head in 0..l.kv_heads {
+                            let start = at(l, pages, head, token);
+                            to.extend(part[start..start + l.head_dim].iter().map(|x| x.to_f32()));
+                        }
+                    }
+                }
+            }
+        });
+        out
+    }
+
+    /// The reverse of [`export`](Self::export).
+    pub fn import(&mut self, slot: SlotId, pages: &[u32], state: &SlotState) {
+        let (recurrent, conv) = self.slot_lens();
+        let s = slot.0 as usize;
+        let l = self.layout;
+        self.recurrent[s * recurrent..][..recurrent].copy_from_slice(&state.recurrent);
+        let row = l.kv_heads * l.head_dim;
+        let tokens = state.k.len() / (row * l.kv_layers.max(1));
+        with_cache!(&mut self.stored, c => {
+            for (to, x) in c.conv[s * conv..][..conv].iter_mut().zip(&state.conv) {
+                *to = Element::of_f32(*x);
+            }
+            for (parts, from) in [(&mut c.k, &state.k), (&mut c.v, &state.v)] {
+                for (layer, part) in parts.iter_mut().enumerate() {
+                    for token in 0..tokens {
+                        for head in 0..l.kv_heads {
+                            let start = at(&l, pages, head, token);
+                            let source = (layer * tokens + token) * row + head * l.head_dim;
+                            for (to, x) in part[start..start + l.head_dim].iter_mut().zip(&from[source..]) {
+                                *to = Element::of_f32(*x);
+                            }
+                        }
+                    }
+                }
+            }
+        });
+    }
+}
+
+fn copy_bytes<T: Pod>(to: &mut [T], from: &[u8]) {
+    bytemuck::cast_slice_mut::<T, u8>(to).copy_from_slice(from);
+}

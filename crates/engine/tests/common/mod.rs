@@ -1,0 +1,402 @@
+//! A program whose state is a hash of the tokens a slot has seen: a wrong, missing, repeated or reordered
+//! token changes everything after it. It breaks on every call that breaks a rule of the interface.
+#![allow(dead_code)]
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use lily_device::{
+    Counters, Device, Fault, FaultyProgram, Input, Limits, MemoryNeed, Output, PrepareError,
+    Program, Refusal, Score, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut, Ticket,
+    Weight,
+};
+use lily_engine::{
+    Cancel, Engine, EngineError, EngineOptions, GenerateParams, Generated, Machine, SampleParams,
+    Session,
+};
+use lily_ops::plan::PAGE_TOKENS;
+use lily_ops::{Case, CaseOutputs, Plan, SlotState, ValueId, case::NO_STATE};
+
+pub const VOCAB: usize = 50_021;
+
+/// splitmix64's output function.
+fn mix(mut x: u64) -> u64 {
+    x = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ (x >> 31)
+}
+
+fn see(state: u64, token: u32) -> u64 {
+    mix(state.rotate_left(7) ^ u64::from(token))
+}
+
+fn choose(state: u64, seed: u64, index: u64) -> u32 {
+    (mix(state ^ mix(seed) ^ mix(index ^ 0xABCD)) % VOCAB as u64) as u32
+}
+
+fn score(state: u64, target: u32) -> Score {
+    let value = |x: u64| -((mix(x) % 10_000) as f32) / 100.0;
+    Score {
+        logprob: value(state ^ u64::from(target)),
+        top1: choose(state, 0, 0),
+        top1_logprob: value(state),
+    }
+}
+
+/// What the program must answer, computed without it.
+pub mod oracle {
+    use super::*;
+
+    pub fn answer(prompt: &[u32], seed: u64, count: usize) -> Vec<u32> {
+        let mut state = prompt.iter().fold(0, |s, &t| see(s, t));
+        let mut ids = Vec::new();
+        for index in 0..count {
+            let token = choose(state, seed, index as u64);
+            ids.push(token);
+            state = see(state, token);
+        }
+        ids
+    }
+
+    pub fn scores(tokens: &[u32]) -> Vec<Score> {
+        let mut state = 0;
+        let pairs = tokens.windows(2);
+        pairs
+            .map(|w| {
+                state = see(state, w[0]);
+                score(state, w[1])
+            })
+            .collect()
+    }
+}
+
+#[derive(Clone, Debug, Default)]
+struct Slot {
+    state: u64,
+    position: usize,
+    pages: usize,
+    generated: u64,
+    /// The token that the previous step sampled.
+    last: Option<u32>,
+    held: bool,
+}
+
+/// What a fake program saw, in order.
+#[derive(Default)]
+pub struct Log {
+    /// Rows of each segment of each step.
+    pub steps: Vec<Vec<usize>>,
+    pub resets: usize,
+    pub restores: usize,
+    /// Raised when that many steps have run.
+    pub cancel_at: Option<(usize, Cancel)>,
+    /// The next results are cut to nothing.
+    pub garble: bool,
+    /// The next step fails for the first of its slots only.
+    pub fail_first: bool,
+}
+
+pub struct FakeProgram {
+    plan: Arc<Plan>,
+    limits: Limits,
+    slots: Vec<Slot>,
+    done: Vec<(u64, StepOut)>,
+    tickets: u64,
+    log: Arc<Mutex<Log>>,
+}
+
+impl FakeProgram {
+    fn slot(&self, slot: SlotId) -> Result<&Slot, StepError> {
+        let slots = self.slots.len();
+        Ok(self.slots.get(slot.0 as usize).ok_or(Refusal::NoSuchSlot { slot, slots })?)
+    }
+
+    fn slot_mut(&mut self, slot: SlotId) -> Result<&mut Slot, StepError> {
+        self.slot(slot)?;
+        Ok(&mut self.slots[slot.0 as usize])
+    }
+
+    fn used_pages(&self) -> usize {
+        self.slots.iter().map(|s| s.pages).sum()
+    }
+
+    fn take_pages(&self, position: usize, have: usize) -> Result<usize, Refusal> {
+        let need = position.div_ceil(PAGE_TOKENS).saturating_sub(have);
+        let free = self.limits.pages - self.used_pages();
+        if need > free { Err(Refusal::OutOfPages { need, free }) } else { Ok(need) }
+    }
+}
+
+fn rule(holds: bool, what: &str) -> Result<(), Refusal> {
+    if holds { Ok(()) } else { Err(Refusal::Invalid(what.into())) }
+}
+
+impl Program for FakeProgram {
+    fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
+        rule(self.done.len() < 2, "more than two steps in flight")?;
+        rule(!step.segments.is_empty(), "a step without segments")?;
+        let (mut rows, mut need) = (Vec::new(), 0);
+        let mut inputs = Vec::new();
+        let mut seen = BTreeSet::new();
+        for s in &step.segments {
+            let slot = self.slot(s.slot)?;
+            rule(seen.insert(s.slot), "a slot twice in a step")?;
+            let tokens = match &s.input {
+                Input::Tokens(tokens) => tokens.clone(),
+                Input::LastSampled => {
+                    vec![slot.last.ok_or(Refusal::Invalid("nothing was sampled".into()))?]
+                }
+            };
+            rule(!tokens.is_empty(), "an empty segment")?;
+            rule(tokens.iter().all(|&t| (t as usize) < VOCAB), "a token outside the vocabulary")?;
+            if let Output::Scores(targets) = &s.output {
+                rule(targets.len() == tokens.len(), "as many targets as tokens")?;
+            }
+            need += self.take_pages(slot.position + tokens.len(), slot.pages)?;
+            rows.push(tokens.len());
+            inputs.push(tokens);
+        }
+        rule(rows.iter().sum::<usize>() <= self.limits.rows, "more rows than the limit")?;
+        let free = self.limits.pages - self.used_pages();
+        if need > free {
+            return Err(Refusal::OutOfPages { need, free }.into());
+        }
+
+        let mut log = self.log.lock().unwrap();
+        log.steps.push(rows);
+        if let Some((at, cancel)) = &log.cancel_at
+            && log.steps.len() == *at
+        {
+            cancel.cancel();
+        }
+        if std::mem::take(&mut log.fail_first) {
+            let slots = vec![step.segments[0].slot];
+            self.slots[slots[0].0 as usize].state ^= 0xBAD;
+            return Err(StepError::Failed { slots, reason: "not finite in layer 3".into() });
+        }
+        let garble = std::mem::take(&mut log.garble);
+        drop(log);
+
+        let mut out = Vec::new();
+        for (s, tokens) in step.segments.iter().zip(&inputs) {
+            let slot = &mut self.slots[s.slot.0 as usize];
+            let mut states = Vec::new();
+            for &t in tokens {
+                slot.state = see(slot.state, t);
+                states.push(slot.state);
+            }
+            slot.position += tokens.len();
+            slot.pages = slot.pages.max(slot.position.div_ceil(PAGE_TOKENS));
+            slot.last = None;
+            slot.held = s.output == Output::Hold;
+            out.push(match &s.output {
+                Output::None | Output::Hold => SegmentOut::None,
+                Output::Sample(params) => {
+                    let token = choose(slot.state, params.seed, slot.generated);
+                    slot.generated += 1;
+                    slot.last = Some(token);
+                    SegmentOut::Sampled(token)
+                }
+                Output::Scores(targets) => SegmentOut::Scores(
+                    states.iter().zip(targets).map(|(&s, &t)| score(s, t)).collect(),
+                ),
+                Output::Logits => SegmentOut::Logits(vec![0.0; tokens.len() * VOCAB]),
+            });
+        }
+        if garble {
+            out.fill(SegmentOut::None);
+        }
+        self.tickets += 1;
+        self.done.push((self.tickets, StepOut { segments: out }));
+        Ok(Ticket(self.tickets))
+    }
+
+    fn wait(&mut self, ticket: Ticket) -> Result<StepOut, StepError> {
+        let at = self.done.iter().position(|(t, _)| *t == ticket.0);
+        let at = at.ok_or(Refusal::Invalid("no such ticket".into()))?;
+        Ok(self.done.remove(at).1)
+    }
+
+    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError> {
+        let slot = self.slot_mut(slot)?;
+        rule(slot.held, "no logits are held")?;
+        let token = choose(slot.state, params.seed, slot.generated);
+        slot.generated += 1;
+        slot.held = false;
+        slot.last = Some(token);
+        Ok(token)
+    }
+
+    fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
+        *self.slot_mut(slot)? = Slot::default();
+        self.log.lock().unwrap().resets += 1;
+        Ok(())
+    }
+
+    fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
+        self.slot_mut(slot)?.generated = 0;
+        Ok(())
+    }
+
+    fn position(&self, slot: SlotId) -> Result<usize, StepError> {
+        Ok(self.slot(slot)?.position)
+    }
+
+    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+        let slot = self.slot(slot)?;
+        Ok(Snapshot {
+            position: slot.position,
+            last_sampled: slot.last,
+            generated: slot.generated,
+            counts: Default::default(),
+            recurrent: slot.state.to_le_bytes().to_vec(),
+            conv: Vec::new(),
+            kv: vec![0; slot.position],
+        })
+    }
+
+    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
+        let have = self.slot(slot)?.pages;
+        let pages = have + self.take_pages(snapshot.position, have)?;
+        *self.slot_mut(slot)? = Slot {
+            state: u64::from_le_bytes(snapshot.recurrent.as_slice().try_into().unwrap()),
+            position: snapshot.position,
+            pages,
+            generated: snapshot.generated,
+            last: snapshot.last_sampled,
+            held: false,
+        };
+        self.log.lock().unwrap().restores += 1;
+        Ok(())
+    }
+
+    fn export(&mut self, _: SlotId) -> Result<SlotState, StepError> {
+        Ok(SlotState::default())
+    }
+
+    fn free_pages(&self) -> usize {
+        self.limits.pages - self.used_pages()
+    }
+
+    fn memory(&self) -> MemoryNeed {
+        MemoryNeed::default()
+    }
+
+    fn scratch_high_water(&self) -> u64 {
+        0
+    }
+
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
+}
+
+/// Prepares fake programs.
+#[derive(Default)]
+pub struct FakeDevice {
+    pub faults: Vec<(u64, Fault)>,
+    /// Fewer pages than all slots need.
+    pub pages: Option<usize>,
+    pub need: MemoryNeed,
+    pub log: Arc<Mutex<Log>>,
+}
+
+impl Device for FakeDevice {
+    fn name(&self) -> String {
+        "fake".into()
+    }
+
+    fn memory(&self, _: &Plan, _: &Limits) -> MemoryNeed {
+        self.need
+    }
+
+    fn prepare(
+        &self,
+        plan: Arc<Plan>,
+        _: Vec<Weight>,
+        mut limits: Limits,
+    ) -> Result<Box<dyn Program>, PrepareError> {
+        limits.pages = self.pages.unwrap_or(limits.pages);
+        let slots = vec![Slot::default(); limits.slots];
+        let log = Arc::clone(&self.log);
+        let program =
+            Box::new(FakeProgram { plan, limits, slots, done: Vec::new(), tickets: 0, log });
+        Ok(Box::new(FaultyProgram::new(program, self.faults.iter().copied())))
+    }
+
+    fn evaluate(&self, case: &Case) -> Result<CaseOutputs, PrepareError> {
+        Err(PrepareError::Invalid(case.name.clone()))
+    }
+}
+
+pub fn plan() -> Arc<Plan> {
+    Arc::new(Plan {
+        name: "fake model".into(),
+        vocab: VOCAB,
+        layers: Vec::new(),
+        values: Vec::new(),
+        weights: Vec::new(),
+        state: NO_STATE,
+        body: Vec::new(),
+        head: Vec::new(),
+        hidden: ValueId(0),
+        logits: ValueId(0),
+    })
+}
+
+pub const OPTIONS: EngineOptions = EngineOptions { context: 1024, slots: 2, chunk: 16 };
+
+impl FakeDevice {
+    pub fn engine(&self, options: EngineOptions) -> Engine {
+        Engine::on_machine(self, plan(), Vec::new(), options, &Machine::UNKNOWN).unwrap()
+    }
+
+    /// Rows of each step since the last call, for steps of one segment.
+    pub fn steps(&self) -> Vec<usize> {
+        let steps = std::mem::take(&mut self.log.lock().unwrap().steps);
+        steps.into_iter().map(|s| s.iter().sum()).collect()
+    }
+
+    /// A flag that is raised while the `at`-th step from now runs.
+    pub fn cancel_at(&self, at: usize) -> Cancel {
+        let cancel = Cancel::new();
+        let mut log = self.log.lock().unwrap();
+        log.steps.clear();
+        log.cancel_at = Some((at, cancel.clone()));
+        cancel
+    }
+}
+
+pub fn failing(faults: &[(u64, Fault)]) -> FakeDevice {
+    FakeDevice { faults: faults.to_vec(), ..FakeDevice::default() }
+}
+
+/// A prompt of `n` tokens.
+pub fn prompt(n: usize) -> Vec<u32> {
+    (0..n as u64).map(|i| (mix(i) % VOCAB as u64) as u32).collect()
+}
+
+pub fn params(max_tokens: usize) -> GenerateParams {
+    GenerateParams { sample: SampleParams::GREEDY, max_tokens, stop_ids: Vec::new() }
+}
+
+/// Syncs `tokens` and answers with `count` tokens.
+pub fn answer(
+    engine: &mut Engine,
+    session: &mut Session,
+    tokens: &[u32],
+    count: usize,
+) -> Result<Generated, EngineError> {
+    let cancel = Cancel::new();
+    engine.sync(session, tokens, &cancel, |_, _| {})?;
+    engine.generate(session, &params(count), &cancel, |_| std::ops::ControlFlow::Continue(()))
+}

@@ -1,0 +1,297 @@
+//! Checkpoints, snapshots, slots and memory.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::*;
+use lily_device::MemoryNeed;
+use lily_engine::*;
+use lily_ops::{Plan, WeightFormat, WeightSpec};
+
+fn sync(engine: &mut Engine, session: &mut Session, tokens: &[u32]) -> Reuse {
+    engine.sync(session, tokens, &Cancel::new(), |_, _| {}).unwrap()
+}
+
+#[test]
+fn a_departing_prompt_starts_from_the_longest_checkpoint() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let mut session = engine.open_session().unwrap();
+    for boundary in [10, 50] {
+        sync(&mut engine, &mut session, &prompt(boundary));
+        assert!(engine.checkpoint(&mut session).unwrap());
+        assert_eq!(session.pending().len(), 1);
+    }
+    answer(&mut engine, &mut session, &prompt(60), 5).unwrap();
+    let cases = [
+        // (tokens kept of the prompt, then others; reused)
+        (60, 49),
+        (50, 49),
+        (49, 49),
+        (48, 9),
+        (9, 9),
+        (8, 0),
+        (55, 49),
+    ];
+    for (keep, reused) in cases {
+        let mut tokens = prompt(keep);
+        tokens.extend([1, 2, 3]);
+        assert_eq!(sync(&mut engine, &mut session, &tokens).reused, reused, "{keep}");
+        let got = answer(&mut engine, &mut session, &tokens, 4).unwrap();
+        assert_eq!(got.ids, oracle::answer(&tokens, 0, 4), "{keep}");
+    }
+    // The very prompt of a checkpoint, answered before: at most all tokens but one are reused.
+    assert_eq!(sync(&mut engine, &mut session, &prompt(49)).reused, 9);
+    assert_eq!(sync(&mut engine, &mut session, &prompt(50)).reused, 49);
+}
+
+#[test]
+fn a_checkpoint_beyond_the_present_state_is_preferred() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let mut session = engine.open_session().unwrap();
+    sync(&mut engine, &mut session, &prompt(100));
+    engine.checkpoint(&mut session).unwrap();
+    sync(&mut engine, &mut session, &prompt(20));
+    assert_eq!(session.tokens(), prompt(16));
+    assert_eq!(sync(&mut engine, &mut session, &prompt(120)).reused, 99);
+    let got = answer(&mut engine, &mut session, &prompt(120), 4).unwrap();
+    assert_eq!(got.ids, oracle::answer(&prompt(120), 0, 4));
+}
+
+#[test]
+fn checkpoints_are_bounded_and_the_unused_go_first() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let mut session = engine.open_session().unwrap();
+    let mut save = |session: &mut Session, n: usize| {
+        let reuse = sync(&mut engine, session, &prompt(n));
+        engine.checkpoint(session).unwrap();
+        reuse.reused
+    };
+    for n in 1..=MAX_CHECKPOINTS {
+        save(&mut session, n * 10);
+    }
+    // The first is used, so the second goes when a fifth comes.
+    assert_eq!(save(&mut session, 11), 9);
+    assert_eq!(sync(&mut engine, &mut session, &prompt(21)).reused, 10);
+    assert_eq!(sync(&mut engine, &mut session, &prompt(31)).reused, 29);
+}
+
+#[test]
+fn an_answer_can_be_checkpointed() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let mut session = engine.open_session().unwrap();
+    let mut tokens = prompt(10);
+    tokens.extend(answer(&mut engine, &mut session, &tokens, 6).unwrap().ids);
+    engine.checkpoint(&mut session).unwrap();
+    answer(&mut engine, &mut session, &prompt(100), 2).unwrap();
+    assert_eq!(sync(&mut engine, &mut session, &tokens).reused, 15);
+}
+
+#[test]
+fn forks_answer_alike_and_do_not_disturb_each_other() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let mut one = engine.open_session().unwrap();
+    sync(&mut engine, &mut one, &prompt(40));
+    let snapshot = engine.snapshot(&one).unwrap();
+    let mut two = engine.fork(&snapshot).unwrap();
+    assert_eq!(two.tokens(), one.tokens());
+    assert_eq!(two.pending(), one.pending());
+    let cancel = Cancel::new();
+    let seeded = |seed| {
+        let mut p = params(6);
+        p.sample.seed = seed;
+        p
+    };
+    let mut a = engine.start(&mut one, seeded(1)).unwrap();
+    let mut b = engine.start(&mut two, seeded(2)).unwrap();
+    while a.next(&mut engine, &mut one, &cancel).unwrap().is_some() {
+        b.next(&mut engine, &mut two, &cancel).unwrap();
+    }
+    assert_eq!(a.ids(), oracle::answer(&prompt(40), 1, 6));
+    assert_eq!(b.ids(), oracle::answer(&prompt(40), 2, 6));
+    assert!(matches!(engine.fork(&snapshot), Err(EngineError::NoFreeSlot { slots: 2 })));
+}
+
+#[test]
+fn a_preempted_answer_goes_on_elsewhere() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let cancel = Cancel::new();
+    let mut p = params(8);
+    p.sample.seed = 5;
+    for before in 0..8 {
+        let mut session = engine.open_session().unwrap();
+        sync(&mut engine, &mut session, &prompt(40));
+        let mut generation = engine.start(&mut session, p.clone()).unwrap();
+        for _ in 0..before {
+            generation.next(&mut engine, &mut session, &cancel).unwrap();
+        }
+        let snapshot = engine.snapshot(&session).unwrap();
+        let stale = generation.clone();
+        engine.close(session).unwrap();
+        // Another slot, and other tokens in between.
+        let mut other = engine.open_session().unwrap();
+        answer(&mut engine, &mut other, &prompt(9), 3).unwrap();
+        let mut session = engine.fork(&snapshot).unwrap();
+        while generation.next(&mut engine, &mut session, &cancel).unwrap().is_some() {}
+        assert_eq!(generation.ids(), oracle::answer(&prompt(40), 5, 8), "after {before}");
+        // The generation as it was then does not fit the state as it is now.
+        let error = stale.work(&mut session, 9).unwrap_err();
+        assert!(matches!(error, EngineError::StaleGeneration { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_restored_session_is_what_it_was() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let mut session = engine.open_session().unwrap();
+    sync(&mut engine, &mut session, &prompt(40));
+    let snapshot = engine.snapshot(&session).unwrap();
+    assert!(snapshot.bytes() > 40 && snapshot.state().position == snapshot.tokens().len());
+    for other in [prompt(3), prompt(300)] {
+        answer(&mut engine, &mut session, &other, 7).unwrap();
+        engine.restore(&mut session, &snapshot).unwrap();
+        assert_eq!(session.tokens(), prompt(32));
+        let go = |_| std::ops::ControlFlow::Continue(());
+        let got = engine.generate(&mut session, &params(5), &Cancel::new(), go).unwrap();
+        assert_eq!(got.ids, oracle::answer(&prompt(40), 0, 5));
+    }
+    // A smaller engine cannot hold it.
+    let mut small = FakeDevice::default().engine(EngineOptions { context: 39, ..OPTIONS });
+    let error = small.fork(&snapshot).unwrap_err();
+    assert!(matches!(error, EngineError::PromptTooLong { tokens: 40, context: 39 }), "{error}");
+    assert!(small.open_session().is_ok() && small.open_session().is_ok());
+}
+
+#[test]
+fn a_generation_belongs_to_its_prompt() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let mut session = engine.open_session().unwrap();
+    let cancel = Cancel::new();
+    sync(&mut engine, &mut session, &prompt(10));
+    let mut old = engine.start(&mut session, params(5)).unwrap();
+    old.next(&mut engine, &mut session, &cancel).unwrap();
+    sync(&mut engine, &mut session, &prompt(10));
+    let error = old.next(&mut engine, &mut session, &cancel).unwrap_err();
+    assert!(matches!(error, EngineError::StaleGeneration { slot: 0 }), "{error}");
+    // Not even before its first token, when nothing but the prompt's words differ.
+    let mut unused = engine.start(&mut session, params(5)).unwrap();
+    sync(&mut engine, &mut session, &prompt(11)[1..]);
+    let error = unused.next(&mut engine, &mut session, &cancel).unwrap_err();
+    assert!(matches!(error, EngineError::StaleGeneration { slot: 0 }), "{error}");
+    // Nor to another session, nor to a second generation of the same prompt.
+    let mut new = engine.start(&mut session, params(5)).unwrap();
+    let mut other = engine.open_session().unwrap();
+    assert!(new.next(&mut engine, &mut other, &cancel).is_err());
+    assert!(new.next(&mut engine, &mut session, &cancel).unwrap().is_some());
+    let error = engine.start(&mut session, params(5)).unwrap_err();
+    assert!(matches!(error, EngineError::NothingToGenerate), "{error}");
+}
+
+#[test]
+fn slots_come_back_empty() {
+    let device = FakeDevice::default();
+    let mut engine = device.engine(OPTIONS);
+    let all = engine.program().free_pages();
+    let mut one = engine.open_session().unwrap();
+    let two = engine.open_session().unwrap();
+    assert_eq!((one.slot().0, two.slot().0), (0, 1));
+    assert!(matches!(engine.open_session(), Err(EngineError::NoFreeSlot { slots: 2 })));
+    answer(&mut engine, &mut one, &prompt(300), 2).unwrap();
+    assert_eq!(engine.program().free_pages(), all - 2);
+    engine.close(one).unwrap();
+    assert_eq!(engine.program().free_pages(), all);
+    // Dropped without being closed, on another thread.
+    std::thread::spawn(move || drop(two)).join().unwrap();
+    let mut one = engine.open_session().unwrap();
+    let mut two = engine.open_session().unwrap();
+    for session in [&mut one, &mut two] {
+        assert!(session.tokens().is_empty());
+        let got = answer(&mut engine, session, &prompt(4), 3).unwrap();
+        assert_eq!(got.ids, oracle::answer(&prompt(4), 0, 3));
+    }
+    drop(engine);
+    drop(one);
+}
+
+#[test]
+fn a_session_belongs_to_its_engine() {
+    let mut one = FakeDevice::default().engine(OPTIONS);
+    let mut two = FakeDevice::default().engine(OPTIONS);
+    let mut session = one.open_session().unwrap();
+    let error = two.stage(&mut session, &[1]).unwrap_err();
+    assert!(matches!(error, EngineError::ForeignSession), "{error}");
+    assert!(matches!(two.snapshot(&session), Err(EngineError::ForeignSession)));
+}
+
+#[test]
+fn pages_may_run_out_and_come_back() {
+    let device = FakeDevice { pages: Some(3), ..FakeDevice::default() };
+    let mut engine = device.engine(OPTIONS);
+    let mut one = engine.open_session().unwrap();
+    let mut two = engine.open_session().unwrap();
+    answer(&mut engine, &mut one, &prompt(257), 1).unwrap();
+    // Runs out in the middle of a prompt: what was computed stays, and it goes on when there is room.
+    let error = answer(&mut engine, &mut two, &prompt(300), 1).unwrap_err();
+    assert!(matches!(error, EngineError::OutOfPages { need: 1, free: 0 }), "{error}");
+    assert_eq!(two.tokens(), prompt(256));
+    // And in the middle of an answer.
+    let error = answer(&mut engine, &mut two, &prompt(255), 4).unwrap_err();
+    assert!(matches!(error, EngineError::OutOfPages { .. }), "{error}");
+    sync(&mut engine, &mut two, &prompt(255));
+    let mut generation = engine.start(&mut two, params(4)).unwrap();
+    let cancel = Cancel::new();
+    assert!(generation.next(&mut engine, &mut two, &cancel).unwrap().is_some());
+    assert!(generation.next(&mut engine, &mut two, &cancel).unwrap().is_some());
+    assert!(generation.next(&mut engine, &mut two, &cancel).is_err());
+    engine.close(one).unwrap();
+    while generation.next(&mut engine, &mut two, &cancel).unwrap().is_some() {}
+    assert_eq!(generation.ids(), oracle::answer(&prompt(255), 0, 4));
+}
+
+#[test]
+fn what_does_not_fit_is_refused_before_it_is_prepared() {
+    const G: u64 = 1 << 30;
+    let need = MemoryNeed { kv: 4 * G, state: G, scratch: G, weights: 0 };
+    let device = FakeDevice { need, ..FakeDevice::default() };
+    let mut plan = Plan::clone(&plan());
+    plan.weights.push(WeightSpec {
+        role: "w".into(),
+        class: "w",
+        format: WeightFormat::Affine { bits: 4 },
+        matrices: 2,
+        rows: 1 << 20,
+        cols: 64,
+    });
+    let plan = Arc::new(plan);
+    let new = |total: u64, available: u64| {
+        let machine = Machine { total: Some(total), available: Some(available) };
+        Engine::on_machine(&device, Arc::clone(&plan), vec![], OPTIONS, &machine)
+    };
+    // 2 · 2^20 rows of 32 bytes of codes, 2 of scales and 2 of biases.
+    let weights = 72 << 20;
+    let engine = new(6 * G + weights, 6 * G).unwrap();
+    assert_eq!(engine.budget().weights, weights);
+    assert_eq!(engine.budget().total(), 6 * G + weights);
+    for (total, available) in [(6 * G + weights - 1, 6 * G), (100 * G, 6 * G - 1)] {
+        let text = new(total, available).unwrap_err().to_string();
+        for part in ["fake model on fake", "72.0 MiB", "4.0 GiB", "--context"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+}
+
+#[test]
+fn options_are_checked() {
+    for (options, name) in [
+        (EngineOptions { context: 0, ..OPTIONS }, "context"),
+        (EngineOptions { slots: 0, ..OPTIONS }, "slots"),
+        (EngineOptions { chunk: 0, ..OPTIONS }, "chunk"),
+    ] {
+        let device = FakeDevice::default();
+        let error = Engine::new(&device, plan(), vec![], options).unwrap_err();
+        assert!(error.to_string().contains(name), "{error}");
+    }
+    // A decode step of all slots fits even where chunks are small.
+    assert_eq!(EngineOptions { context: 100, slots: 8, chunk: 4 }.limits().rows, 8);
+    assert_eq!(EngineOptions { context: 100, slots: 1, chunk: 512 }.limits().rows, 100);
+}
