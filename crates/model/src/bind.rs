@@ -1,6 +1,6 @@
 //! Binds tensors to roles: finds them, checks shape, type and quantization, and notes what was claimed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use lily_checkpoint::{Checkpoint, Dtype, Tensor, TensorBytes};
@@ -10,7 +10,7 @@ use lily_ops::{ElementType, WeightFormat, WeightSpec};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
-use crate::names::{Prefix, skip_rule};
+use crate::names::{Prefix, dense_name, skip_rule};
 use crate::quantization::{ModuleQuantization, Quantization};
 
 /// What became of a tensor.
@@ -52,6 +52,8 @@ pub(crate) struct Binder<'a> {
     prefix: Prefix,
     layout: Layout,
     claims: BTreeMap<String, Claim>,
+    /// Names of all modules asked for, without `.weight`.
+    stems: BTreeSet<String>,
 }
 
 impl<'a> Binder<'a> {
@@ -68,6 +70,7 @@ impl<'a> Binder<'a> {
             prefix,
             layout,
             claims: BTreeMap::new(),
+            stems: BTreeSet::new(),
         })
     }
 
@@ -79,6 +82,7 @@ impl<'a> Binder<'a> {
             prefix: crate::names::PREFIXES[0],
             layout: Layout::Mlx,
             claims: BTreeMap::new(),
+            stems: BTreeSet::new(),
         }
     }
 
@@ -86,107 +90,118 @@ impl<'a> Binder<'a> {
         self.layout
     }
 
-    /// Name of a tensor of the text model, without `.weight`.
-    fn stem(&self, role: &str) -> String {
-        match role {
+    /// Name of a module of the text model in the checkpoint; notes that it exists.
+    fn stem(&mut self, module: &str) -> String {
+        let stem = match module {
             "lm_head" => format!("{}lm_head", self.prefix.head),
-            _ => format!("{}{role}", self.prefix.model),
-        }
+            _ => format!("{}{module}", self.prefix.model),
+        };
+        self.stems.insert(stem.clone());
+        stem
+    }
+
+    fn get(&self, name: &str) -> Result<&'a Tensor, ModelError> {
+        let checkpoint = self.checkpoint.expect("bytes are bound from a checkpoint");
+        checkpoint.get(name).ok_or_else(|| ModelError::MissingTensor {
+            name: name.into(),
+            source_name: checkpoint.source().into(),
+        })
     }
 
     /// Claims a tensor and checks its shape.
     fn claim(&mut self, name: &str, role: &str, shape: &[usize]) -> Result<&'a Tensor, ModelError> {
-        let checkpoint = self.checkpoint.expect("bytes are bound from a checkpoint");
-        let tensor = checkpoint.get(name).ok_or_else(|| ModelError::MissingTensor {
-            name: name.into(),
-            source_name: checkpoint.source().into(),
-        })?;
+        let tensor = self.get(name)?;
         if tensor.shape != shape {
-            return Err(ModelError::BadTensor {
-                name: name.into(),
-                problem: format!(
+            return Err(bad_tensor(
+                name,
+                format!(
                     "its shape is {:?}, the config asks for {shape:?}; config.json and tensors are of different models",
                     tensor.shape
                 ),
-            });
+            ));
         }
         self.claims.insert(name.into(), Claim::Role(role.into()));
         Ok(tensor)
     }
 
-    /// A matrix `[rows, cols]` (or a stack of `matrices` of them), quantized or dense.
+    /// A matrix `[rows, cols]`, quantized or dense.
     pub fn linear(
         &mut self,
         role: &str,
         class: &'static str,
-        matrices: usize,
         [rows, cols]: [usize; 2],
     ) -> Result<Bound, ModelError> {
-        let whole = RowRange { first: 0, rows, of: rows };
-        self.matrix(role, role, class, matrices, whole, cols)
+        self.matrix(role, role, class, None, RowRange { first: 0, rows, of: rows }, cols)
     }
 
-    /// Gate, up and down projections of the experts of the layer whose MLP is `mlp`.
+    /// Gate, up and down projections of the experts of the layer whose MLP is `mlp`: stacks of matrices.
     pub fn experts(
         &mut self,
         mlp: &str,
         class: &'static str,
         c: &ModelConfig,
     ) -> Result<[Bound; 3], ModelError> {
-        let (n, width, hidden) = (c.experts, c.expert_width, c.hidden_size);
-        if self.layout == Layout::Mlx {
-            let mut stack = |name: &str, shape| {
-                self.linear(&format!("{mlp}.switch_mlp.{name}"), class, n, shape)
-            };
-            return Ok([
-                stack("gate_proj", [width, hidden])?,
-                stack("up_proj", [width, hidden])?,
-                stack("down_proj", [hidden, width])?,
-            ]);
-        }
-        let fused = format!("{mlp}.experts.gate_up_proj");
-        let mut half = |first: usize, name: &str| {
-            let range = RowRange { first, rows: width, of: 2 * width };
-            self.matrix(&fused, &format!("{mlp}.experts.{name}"), class, n, range, hidden)
+        let (n, width, hidden) = (Some(c.experts), c.expert_width, c.hidden_size);
+        let layout = self.layout;
+        let mut stack = |module: &str, role: &str, [first, rows, of]: [usize; 3], cols| {
+            let range = RowRange { first, rows, of };
+            self.matrix(&format!("{mlp}.{module}"), &format!("{mlp}.{role}"), class, n, range, cols)
         };
-        let gate = half(0, "gate_proj")?;
-        let up = half(width, "up_proj")?;
-        let down = format!("{mlp}.experts.down_proj");
-        Ok([gate, up, self.linear(&down, class, n, [hidden, width])?])
+        match layout {
+            Layout::Mlx => {
+                let (gate, up, down) =
+                    ("switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj");
+                Ok([
+                    stack(gate, gate, [0, width, width], hidden)?,
+                    stack(up, up, [0, width, width], hidden)?,
+                    stack(down, down, [0, hidden, hidden], width)?,
+                ])
+            }
+            Layout::HuggingFace => {
+                let (fused, down) = ("experts.gate_up_proj", "experts.down_proj");
+                Ok([
+                    stack(fused, "experts.gate_proj", [0, width, 2 * width], hidden)?,
+                    stack(fused, "experts.up_proj", [width, width, 2 * width], hidden)?,
+                    stack(down, down, [0, hidden, hidden], width)?,
+                ])
+            }
+        }
     }
 
     fn matrix(
         &mut self,
-        stem: &str,
+        module: &str,
         role: &str,
         class: &'static str,
-        matrices: usize,
+        stack: Option<usize>,
         range: RowRange,
         cols: usize,
     ) -> Result<Bound, ModelError> {
-        let stem = self.stem(stem);
-        let format = self.format(&stem, cols, role)?;
+        let stem = self.stem(module);
+        let format = match self.checkpoint {
+            Some(checkpoint) => self.format(checkpoint, &stem, cols)?,
+            None => self.said_format(&stem, cols)?,
+        };
+        let matrices = stack.unwrap_or(1);
         let spec =
             WeightSpec { role: role.into(), class, format, matrices, rows: range.rows, cols };
         if self.checkpoint.is_none() {
             return Ok(Bound { spec, weight: no_bytes() });
         }
-        let shape = |cols: usize| match matrices {
-            1 => vec![range.of, cols],
-            _ => vec![matrices, range.of, cols],
-        };
+        let shape =
+            |cols: usize| -> Vec<usize> { stack.into_iter().chain([range.of, cols]).collect() };
         let part = |tensor: &Tensor, row_bytes: usize| -> (TensorBytes, usize) {
             let skip = (range.first * row_bytes) as u64;
-            let data =
-                tensor.data.slice(skip, tensor.data.len() - skip).unwrap_or(tensor.data.clone());
-            (TensorBytes::Mapped(data), range.of * row_bytes)
+            let rest = tensor.data.slice(skip, tensor.data.len() - skip);
+            let rest = rest.expect("the shape was checked, and the range ends inside it");
+            (TensorBytes::Mapped(rest), range.of * row_bytes)
         };
         let weight = match format {
             WeightFormat::Affine { bits } => {
                 let words = cols * bits as usize / 32;
-                let w = self.claim(&format!("{stem}.weight"), role, &shape(words))?;
-                let s = self.claim(&format!("{stem}.scales"), role, &shape(cols / GROUP))?;
-                let b = self.claim(&format!("{stem}.biases"), role, &shape(cols / GROUP))?;
+                let w = self.claim(&format!("{stem}.weight"), module, &shape(words))?;
+                let s = self.claim(&format!("{stem}.scales"), module, &shape(cols / GROUP))?;
+                let b = self.claim(&format!("{stem}.biases"), module, &shape(cols / GROUP))?;
                 expect_dtype(w, Dtype::U32)?;
                 expect_dtype(s, Dtype::BF16)?;
                 expect_dtype(b, Dtype::BF16)?;
@@ -196,8 +211,7 @@ impl<'a> Binder<'a> {
                 Weight { codes, scales: Some(scales), biases: Some(biases), strides: [c, st, bt] }
             }
             WeightFormat::Dense(_) => {
-                let name = self.dense_name(&stem);
-                let w = self.claim(&name, role, &shape(cols))?;
+                let w = self.claim(&dense_name(&stem), module, &shape(cols))?;
                 let (codes, stride) = part(w, format.row_bytes(cols));
                 Weight { codes, scales: None, biases: None, strides: [stride, 0, 0] }
             }
@@ -205,80 +219,79 @@ impl<'a> Binder<'a> {
         Ok(Bound { spec, weight })
     }
 
-    /// HF's fused expert tensors have no `.weight` behind their name.
-    fn dense_name(&self, stem: &str) -> String {
-        let bare = self.checkpoint.is_some_and(|c| c.get(stem).is_some());
-        if bare { stem.into() } else { format!("{stem}.weight") }
+    /// The format that the config alone asks for. Converters leave matrices whose inputs do not fill groups
+    /// as they are.
+    fn said_format(&self, stem: &str, cols: usize) -> Result<WeightFormat, ModelError> {
+        match self.quantization.of(stem) {
+            (Some(ModuleQuantization::Affine { .. }), true) if !cols.is_multiple_of(GROUP) => {
+                Err(ModelError::Contradiction(format!(
+                    "{stem} has {cols} inputs, which groups of {GROUP} do not divide, but an entry in \
+                     quantization"
+                )))
+            }
+            (Some(ModuleQuantization::Affine { bits }), _) if cols.is_multiple_of(GROUP) => {
+                Ok(WeightFormat::Affine { bits })
+            }
+            _ => Ok(WeightFormat::Dense(ElementType::Bf16)),
+        }
     }
 
     /// The format of a matrix: from the shapes, checked against the config.
-    fn format(&self, stem: &str, cols: usize, role: &str) -> Result<WeightFormat, ModelError> {
+    fn format(
+        &self,
+        checkpoint: &Checkpoint,
+        stem: &str,
+        cols: usize,
+    ) -> Result<WeightFormat, ModelError> {
         let (said, own_entry) = self.quantization.of(stem);
-        let Some(checkpoint) = self.checkpoint else {
-            return Ok(match said {
-                Some(ModuleQuantization::Affine { bits }) => WeightFormat::Affine { bits },
-                _ => WeightFormat::Dense(ElementType::Bf16),
-            });
-        };
-        let bad = |name: String, problem: String| ModelError::BadTensor { name, problem };
         let Some(scales) = checkpoint.get(&format!("{stem}.scales")) else {
+            let tensor = self.get(&dense_name(stem))?;
             if own_entry && let Some(ModuleQuantization::Affine { bits }) = said {
-                return Err(bad(
-                    format!("{stem}.scales"),
-                    format!("it is missing, but config.json says {stem} has {bits} bits"),
-                ));
+                let problem = format!(
+                    "it has no {stem}.scales, but config.json says {bits} bits; download it again"
+                );
+                return Err(bad_tensor(&tensor.name, problem));
             }
-            let name = self.dense_name(stem);
-            let tensor = checkpoint.get(&name).ok_or_else(|| ModelError::MissingTensor {
-                name: name.clone(),
-                source_name: checkpoint.source().into(),
-            })?;
+            if tensor.dtype == Dtype::U32 {
+                let problem =
+                    format!("it holds codes, but {stem}.scales is missing; download it again");
+                return Err(bad_tensor(&tensor.name, problem));
+            }
             return Ok(WeightFormat::Dense(dense_element(tensor)?));
         };
-        let name = format!("{stem}.weight");
-        let tensor = checkpoint.get(&name).ok_or_else(|| ModelError::MissingTensor {
-            name: name.clone(),
-            source_name: checkpoint.source().into(),
-        })?;
-        let (words, groups) =
-            (tensor.shape.last().copied().unwrap_or(0), scales.shape.last().copied().unwrap_or(0));
-        if groups == 0 || !cols.is_multiple_of(groups) || cols / groups != GROUP {
-            return Err(bad(
-                format!("{stem}.scales"),
-                format!("{groups} groups for {cols} inputs; only groups of {GROUP} are supported"),
-            ));
+        let tensor = self.get(&format!("{stem}.weight"))?;
+        let last = |t: &Tensor| t.shape.last().copied().unwrap_or(0);
+        if !cols.is_multiple_of(GROUP) || last(scales) != cols / GROUP {
+            let problem = format!(
+                "its last axis is {} for {cols} inputs; only groups of {GROUP} are supported, each with one scale",
+                last(scales)
+            );
+            return Err(bad_tensor(&scales.name, problem));
         }
-        let bits = match words.checked_mul(32) {
-            Some(b) if b == 4 * cols => 4,
-            Some(b) if b == 8 * cols => 8,
-            _ => {
-                return Err(bad(
-                    name,
-                    format!(
-                        "{words} words for {cols} inputs ({role}); only 4 and 8 bits are supported"
-                    ),
-                ));
+        let bits = match last(tensor) {
+            words if words == cols / 8 => 4,
+            words if words == cols / 4 => 8,
+            words => {
+                let problem = format!(
+                    "its last axis is {words} for {cols} inputs; only 4 and 8 bits are supported"
+                );
+                return Err(bad_tensor(&tensor.name, problem));
             }
         };
-        match said {
+        let problem = match said {
             Some(ModuleQuantization::Affine { bits: b }) if b == bits => {
-                Ok(WeightFormat::Affine { bits })
+                return Ok(WeightFormat::Affine { bits });
             }
-            Some(ModuleQuantization::Affine { bits: b }) => Err(bad(
-                name,
-                format!(
-                    "its shape says {bits} bits, config.json says {b}; take the config.json that belongs to the checkpoint"
-                ),
-            )),
-            Some(ModuleQuantization::Dense) => Err(bad(
-                name,
-                format!("it has {bits}-bit codes, config.json says it is not quantized"),
-            )),
-            None => Err(bad(
-                name,
-                format!("it has {bits}-bit codes, config.json has no quantization entry"),
-            )),
-        }
+            Some(ModuleQuantization::Affine { bits: b }) => format!("config.json says {b}"),
+            Some(ModuleQuantization::Dense) => "config.json says it is not quantized".into(),
+            None => "config.json has no quantization object".into(),
+        };
+        Err(bad_tensor(
+            &tensor.name,
+            format!(
+                "its shape says {bits} bits, {problem}; take the config.json that belongs to the checkpoint"
+            ),
+        ))
     }
 
     /// A vector that is never quantized, stored with the given shape; read as `[rows, cols]`.
@@ -297,12 +310,15 @@ impl<'a> Binder<'a> {
             rows,
             cols,
         };
+        let stem = self.stem(role);
+        if let (Some(ModuleQuantization::Affine { .. }), true) = self.quantization.of(&stem) {
+            let problem = format!("quantization has an entry for {stem}, which is never quantized");
+            return Err(ModelError::Contradiction(problem));
+        }
         if self.checkpoint.is_none() {
             return Ok(Bound { spec, weight: no_bytes() });
         }
-        // Decay rates and biases carry no `.weight` behind their name.
-        let name = self.dense_name(&self.stem(role));
-        let tensor = self.claim(&name, role, shape)?;
+        let tensor = self.claim(&dense_name(&stem), role, shape)?;
         spec.format = WeightFormat::Dense(dense_element(tensor)?);
         Ok(Bound { spec, weight: dense(TensorBytes::Mapped(tensor.data.clone())) })
     }
@@ -340,6 +356,11 @@ impl<'a> Binder<'a> {
         self.vector(role, class, &shape, [channels, taps])
     }
 
+    /// Refuses quantization entries of modules that no call asked for.
+    pub fn check_modules(&self) -> Result<(), ModelError> {
+        self.quantization.check_modules(&self.stems)
+    }
+
     /// What became of each tensor; an error if any belongs to nothing.
     pub fn finish(mut self) -> Result<Vec<(String, Claim)>, ModelError> {
         let mut unclaimed = Vec::new();
@@ -371,24 +392,33 @@ fn dense(codes: TensorBytes) -> Weight {
     Weight { codes, scales: None, biases: None, strides: [0; 3] }
 }
 
+const AFFINE: &str = "only MLX affine quantization is supported";
+
+fn bad_tensor(name: &str, problem: String) -> ModelError {
+    ModelError::BadTensor { name: name.into(), problem }
+}
+
 fn expect_dtype(tensor: &Tensor, dtype: Dtype) -> Result<(), ModelError> {
     if tensor.dtype == dtype {
         return Ok(());
     }
-    Err(ModelError::BadTensor {
-        name: tensor.name.clone(),
-        problem: format!("its type is {}, {} is needed", tensor.dtype.name(), dtype.name()),
-    })
+    Err(bad_tensor(
+        &tensor.name,
+        format!("its type is {}, {} is needed; {AFFINE}", tensor.dtype.name(), dtype.name()),
+    ))
 }
 
 fn dense_element(tensor: &Tensor) -> Result<ElementType, ModelError> {
     match tensor.dtype {
         Dtype::BF16 => Ok(ElementType::Bf16),
         Dtype::F32 => Ok(ElementType::F32),
-        other => Err(ModelError::BadTensor {
-            name: tensor.name.clone(),
-            problem: format!("its type is {}; BF16 or F32 is needed", other.name()),
-        }),
+        other => Err(bad_tensor(
+            &tensor.name,
+            format!(
+                "its type is {}; BF16 or F32 is needed, convert the original again",
+                other.name()
+            ),
+        )),
     }
 }
 
@@ -406,24 +436,34 @@ fn detect_layout(
             [_, _, 1] => Layout::Mlx,
             [_, 1, _] => Layout::HuggingFace,
             _ => {
-                return Err(ModelError::BadTensor {
-                    name,
-                    problem: format!(
-                        "its shape is {:?}, three axes with one of length 1 are needed",
-                        tensor.shape
-                    ),
-                });
+                let problem = format!(
+                    "its shape is {:?}; three axes are needed, the second or third of length 1",
+                    tensor.shape
+                );
+                return Err(bad_tensor(&name, problem));
             }
         };
         if found.is_some_and(|before| before != this) {
-            return Err(ModelError::BadTensor {
-                name,
-                problem: "its axes are in another order than in earlier layers".into(),
-            });
+            let problem = "its axes are in another order than in earlier layers";
+            return Err(bad_tensor(&name, problem.into()));
         }
         found = Some(this);
     }
-    let experts = format!("{}layers.0.mlp.experts.gate_up_proj", prefix.model);
-    let fused = checkpoint.get(&experts).is_some();
-    Ok(found.unwrap_or(if fused { Layout::HuggingFace } else { Layout::Mlx }))
+    let fused = format!("{}layers.0.mlp.experts.gate_up_proj", prefix.model);
+    let experts = match checkpoint.get(&fused) {
+        Some(_) => Layout::HuggingFace,
+        None => Layout::Mlx,
+    };
+    match found {
+        Some(layout) if layout != experts => Err(ModelError::UnknownLayout {
+            source_name: checkpoint.source().into(),
+            problem: format!(
+                "{} is {}, but the convolutions are as {} has them",
+                fused,
+                if experts == Layout::Mlx { "missing" } else { "there" },
+                if layout == Layout::Mlx { "MLX" } else { "the original" },
+            ),
+        }),
+        _ => Ok(experts),
+    }
 }

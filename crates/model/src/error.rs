@@ -3,9 +3,11 @@
 pub enum ModelError {
     /// The config describes another kind of model.
     #[error(
-        "config.json: model_type is {found}; Lily runs Qwen3.5/3.6 mixture-of-experts models (qwen3_5_moe)"
+        "config.json: {field} is {found}; Lily runs Qwen3.5/3.6 mixture-of-experts models (qwen3_5_moe)"
     )]
     OtherModel {
+        /// The field that says so.
+        field: String,
         /// The model type found.
         found: String,
     },
@@ -32,6 +34,14 @@ pub enum ModelError {
         "config.json: {0}; the file contradicts itself, take the one that belongs to the checkpoint"
     )]
     Contradiction(String),
+    /// The quantization has an entry for a module that does not exist.
+    #[error(
+        "config.json: quantization has an entry for {name}, which is no module of the model; correct the name, or take the config.json that belongs to the checkpoint"
+    )]
+    UnknownModule {
+        /// The module, without the prefix of the text part.
+        name: String,
+    },
     /// A tensor that the model needs is not there.
     #[error(
         "tensor {name} is missing from {source_name}; the checkpoint is incomplete or of another model: download it again"
@@ -61,16 +71,18 @@ pub enum ModelError {
         problem: String,
     },
     /// The names or the layout of the tensors are not those of a known kind of checkpoint.
-    #[error("the tensors of {source_name} are named like no known checkpoint: {problem}")]
+    #[error(
+        "{source_name} is laid out like no known checkpoint: {problem}; take an MLX conversion or the original"
+    )]
     UnknownLayout {
         /// The checkpoint.
         source_name: String,
-        /// What was looked for.
+        /// What was found or looked for.
         problem: String,
     },
     /// The values of the norms show that the offset of one was added too often or not at all.
     #[error(
-        "the norm weights {problem}; convert the original checkpoint again with a current converter"
+        "norm weights: {problem}; convert the original checkpoint again with a current converter"
     )]
     Norms {
         /// What the values show.

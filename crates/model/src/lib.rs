@@ -9,10 +9,12 @@
 mod bind;
 mod config;
 mod error;
+mod fields;
 mod lower;
 mod names;
 mod norms;
 mod quantization;
+mod rope;
 
 use std::sync::Arc;
 

@@ -34,10 +34,11 @@ impl Prefix {
         match present[..] {
             [prefix] => Ok(prefix),
             [] => Err(unknown(
-                "no embed_tokens.weight under language_model.model., model. or model.language_model."
+                "it has no embed_tokens.weight under language_model.model., model. or \
+                 model.language_model."
                     .into(),
             )),
-            _ => Err(unknown("embed_tokens.weight is there under two prefixes".into())),
+            _ => Err(unknown("it has embed_tokens.weight under two prefixes".into())),
         }
     }
 }
@@ -45,11 +46,21 @@ impl Prefix {
 /// The rule by which a tensor that the text model does not use is skipped.
 pub(crate) fn skip_rule(name: &str) -> Option<&'static str> {
     const RULES: [(&str, &str); 5] = [
-        ("vision_tower.", "vision tower"),
-        ("model.visual.", "vision tower"),
+        ("vision_tower", "vision tower"),
+        ("model.visual", "vision tower"),
         ("visual.", "vision tower"),
         ("mtp.", "multi-token prediction"),
         ("language_model.mtp.", "multi-token prediction"),
     ];
     RULES.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, rule)| *rule)
+}
+
+/// The tensor of an unquantized module: decay rates, biases and the original's fused experts have no
+/// `.weight` behind their name.
+pub(crate) fn dense_name(stem: &str) -> String {
+    const BARE: [&str; 4] = [".A_log", ".dt_bias", ".experts.gate_up_proj", ".experts.down_proj"];
+    match BARE.iter().any(|end| stem.ends_with(end)) {
+        true => stem.into(),
+        false => format!("{stem}.weight"),
+    }
 }

@@ -1,11 +1,13 @@
 //! The `quantization` object of an MLX config.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
+use lily_ops::plan::GROUP;
 use serde_json::Value;
 
-use crate::config::{bad, object};
 use crate::error::ModelError;
+use crate::fields::{bad, object};
+use crate::names::skip_rule;
 
 /// What the config says of one module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +25,17 @@ pub enum ModuleQuantization {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Quantization {
     global: Option<ModuleQuantization>,
+    /// Entries of single modules, by the name without the prefix of the text part.
     modules: BTreeMap<String, ModuleQuantization>,
+}
+
+/// A module's name in the text part alone: converters write entries with and without its prefix.
+fn canonical(name: &str) -> String {
+    let name = name.strip_prefix("language_model.").unwrap_or(name);
+    match name.strip_prefix("model.language_model.") {
+        Some(rest) => format!("model.{rest}"),
+        None => name.into(),
+    }
 }
 
 impl Quantization {
@@ -46,43 +58,55 @@ impl Quantization {
     fn read_object(field: &str, value: &Value) -> Result<Self, ModelError> {
         let map = object(value, field)?;
         if let Some(method) = map.get("quant_method") {
-            return Err(bad(
-                &format!("{field}.quant_method"),
-                method,
-                "only MLX affine quantization (4 or 8 bits, groups of 64) and bf16 are supported",
-            ));
+            return Err(bad(&format!("{field}.quant_method"), method, SUPPORTED));
         }
-        let global = Some(read_module(field, value, None)?);
+        let global = read_module(field, value, None)?;
         let mut modules = BTreeMap::new();
         for (name, entry) in map {
-            if matches!(name.as_str(), "group_size" | "bits" | "mode") {
+            // Entries of the parts that are skipped may ask for anything.
+            let own = matches!(name.as_str(), "group_size" | "bits" | "mode");
+            if own || skip_rule(&format!("{name}.")).is_some() {
                 continue;
             }
             let path = format!("{field}.{name}");
             let module = match entry {
                 Value::Bool(false) => ModuleQuantization::Dense,
-                Value::Object(_) => read_module(&path, entry, global)?,
+                Value::Bool(true) => global,
+                Value::Object(_) => read_module(&path, entry, Some(global))?,
                 _ => return Err(bad(&path, entry, "an object or false is needed")),
             };
-            modules.insert(name.clone(), module);
+            if modules.insert(canonical(name), module).is_some_and(|before| before != module) {
+                return Err(ModelError::Contradiction(format!(
+                    "{field} has two entries for {}",
+                    canonical(name)
+                )));
+            }
         }
-        Ok(Self { global, modules })
+        Ok(Self { global: Some(global), modules })
     }
 
     /// What the config says of the module `stem` (a tensor's name without `.weight`): its own entry, and
     /// whether there is one, else the global values.
     pub fn of(&self, stem: &str) -> (Option<ModuleQuantization>, bool) {
-        // Converters write the entries with or without the prefix of the text part.
-        let short = stem.strip_prefix("language_model.").unwrap_or(stem);
-        let own = [stem, short, &format!("language_model.{short}")]
-            .into_iter()
-            .find_map(|name| self.modules.get(name).copied());
-        match own {
-            Some(module) => (Some(module), true),
+        match self.modules.get(&canonical(stem)) {
+            Some(module) => (Some(*module), true),
             None => (self.global, false),
         }
     }
+
+    /// Refuses entries for modules that are not among `stems`: they say something of another model, or are
+    /// misspelled and leave the module they mean to the global values.
+    pub(crate) fn check_modules(&self, stems: &BTreeSet<String>) -> Result<(), ModelError> {
+        let known: BTreeSet<String> = stems.iter().map(|stem| canonical(stem)).collect();
+        match self.modules.keys().find(|name| !known.contains(*name)) {
+            Some(name) => Err(ModelError::UnknownModule { name: name.clone() }),
+            None => Ok(()),
+        }
+    }
 }
+
+const SUPPORTED: &str =
+    "only MLX affine quantization (4 or 8 bits, groups of 64) and bf16 are supported";
 
 fn read_module(
     path: &str,
@@ -94,11 +118,11 @@ fn read_module(
     if let Some(mode) = field("mode")
         && mode.as_str() != Some("affine")
     {
-        return Err(bad(&at("mode"), mode, "only affine is supported"));
+        return Err(bad(&at("mode"), mode, SUPPORTED));
     }
     match field("group_size") {
-        Some(g) if g.as_u64() != Some(64) => {
-            return Err(bad(&at("group_size"), g, "only 64 is supported"));
+        Some(g) if g.as_u64() != Some(GROUP as u64) => {
+            return Err(bad(&at("group_size"), g, SUPPORTED));
         }
         None if global.is_none() => {
             return Err(ModelError::MissingField { field: at("group_size") });
@@ -108,7 +132,7 @@ fn read_module(
     match (field("bits"), global) {
         (Some(b), _) => match b.as_u64() {
             Some(bits @ (4 | 8)) => Ok(ModuleQuantization::Affine { bits: bits as u8 }),
-            _ => Err(bad(&at("bits"), b, "only 4 and 8 are supported")),
+            _ => Err(bad(&at("bits"), b, SUPPORTED)),
         },
         (None, Some(global)) => Ok(global),
         (None, None) => Err(ModelError::MissingField { field: at("bits") }),
