@@ -100,7 +100,7 @@ fn precise_caches_equal_mlx_lm() {
         let s = plan.state;
         let (mut recurrent, mut attention) = (0, 0);
         for (layer, kind) in plan.layers.iter().enumerate() {
-            let mut compare = |part: &str, got: Vec<f32>| {
+            let compare = |part: &str, got: Vec<f32>| {
                 let (_, want) = fixture.golden(&format!("cache.L{layer}.{part}"));
                 let scale = want.iter().fold(0f32, |m, x| m.max(x.abs()));
                 let error = max_abs(&got, want) / scale;

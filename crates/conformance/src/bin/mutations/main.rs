@@ -132,6 +132,7 @@ fn golden_tests_pass(copy: &Path) -> Result<bool, String> {
 }
 
 fn copy_workspace(root: &Path, copy: &Path) -> Result<(), String> {
+    std::fs::create_dir_all(copy).map_err(|e| format!("{}: {e}", copy.display()))?;
     let keep = ["Cargo.toml", "Cargo.lock", "crates", "models"];
     for name in keep {
         copy_tree(&root.join(name), &copy.join(name))?;
