@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use lily_cpu::kernels::linear::{Input, Output, Rows, WeightFormat, WeightView, linear};
-use lily_cpu::kernels::quantize::QuantRows;
+use lily_cpu::kernels::quantize::{CodeKind, QuantRows};
 use lily_cpu::pool::Pool;
 use lily_cpu::simd::Isa;
 
@@ -24,7 +24,7 @@ impl Bench {
     fn measure(
         &self,
         format: WeightFormat,
-        quantized: bool,
+        kind: Option<CodeKind>,
         rows: usize,
         outputs: usize,
         cols: usize,
@@ -45,8 +45,8 @@ impl Bench {
             let (scales, biases) = rest.split_at(outputs * scales);
             let weights = WeightView::dense(format, codes, scales, biases, outputs, cols);
             let start = Instant::now();
-            let input = if quantized {
-                quant.quantize(&self.pool, self.isa, &x, cols, rows, cols);
+            let input = if let Some(kind) = kind {
+                quant.quantize(&self.pool, self.isa, kind, &x, cols, [rows, cols]);
                 Input::Quantized(&quant)
             } else {
                 Input::F32 { x: &x, stride: cols }
@@ -65,7 +65,11 @@ impl Bench {
         }
         seconds.sort_by(f64::total_cmp);
         let (best, median) = (seconds[0], seconds[seconds.len() / 2]);
-        let activations = if quantized { "i8" } else { "f32" };
+        let activations = match kind {
+            Some(CodeKind::I8) => "i8",
+            Some(CodeKind::I16) => "i16",
+            None => "f32",
+        };
         println!(
             "{activations:>3} x {format:?} {rows:>4} x [{outputs}x{cols}]: best {:5.1} GB/s {:6.1} GMAC/s, median {:5.1} GB/s {:6.1} GMAC/s",
             bytes as f64 / best / 1e9,
@@ -105,20 +109,27 @@ fn main() {
     );
 
     use WeightFormat::{Bf16, Q4, Q8};
+    let kinds = [Some(CodeKind::I8), Some(CodeKind::I16)];
     for rows in [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 512] {
-        bench.measure(Q4, true, rows, 8192, 2048);
+        for kind in kinds {
+            bench.measure(Q4, kind, rows, 8192, 2048);
+        }
     }
     // Short calls, which other processes disturb least.
     for rows in [1, 48] {
-        bench.measure(Q4, true, rows, 512, 2048);
+        for kind in kinds {
+            bench.measure(Q4, kind, rows, 512, 2048);
+        }
     }
     for rows in [1, 4, 512] {
-        bench.measure(Q4, true, rows, 2048, 4096);
-        bench.measure(Q4, true, rows, 2048, 512);
+        for kind in kinds {
+            bench.measure(Q4, kind, rows, 2048, 4096);
+            bench.measure(Q4, kind, rows, 2048, 512);
+        }
     }
     for (format, outputs) in [(Q8, 256), (Q4, 2048), (Bf16, 2048)] {
         for rows in [1, 4, 64] {
-            bench.measure(format, false, rows, outputs, 2048);
+            bench.measure(format, None, rows, outputs, 2048);
         }
     }
 }

@@ -330,7 +330,7 @@ impl Builder<'_, '_> {
     /// With int8 in front of every 4-bit matrix the demo model's perplexity is 0.57 % above mlx-lm's
     /// (mean of 12 roundings), with f32 everywhere but in the routed experts' gate and up projections
     /// 0.07 % below it: inputs and outputs of the recurrent layers and the experts' down inputs are
-    /// the sensitive ones. These 15 bits represent almost exactly. See docs/decisions.md.
+    /// the sensitive ones. 15 bits represent those almost exactly. See docs/decisions.md.
     fn activation(&self, role: Role, format: WeightFormat) -> Activation {
         match (self.precision, format, role) {
             (Precision::Standard, WeightFormat::Affine { bits: 4 }, Role::ExpertsIn) => {

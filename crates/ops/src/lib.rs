@@ -5,7 +5,7 @@
 //! [cases](Contract::cases). The one list in [`op`] is what everything else is generated from.
 //!
 //! A [`Plan`] strings operations together: plain, printable data that says *what* one forward pass
-//! computes and nothing about *how*. Devices turn it into their own programs; [`reference`] runs it
+//! computes and nothing about *how*. Devices turn it into their own programs; [`mod@reference`] runs it
 //! one scalar at a time and is what every device is compared with.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]

@@ -116,8 +116,22 @@ impl WeightSpec {
 pub enum Activation {
     /// Quantized to int8 in groups of 64 with one f32 scale each; see [`quant`](crate::quant).
     I8G64,
+    /// Likewise, with codes of 15 bits, which two planes of int8 hold.
+    I16G64,
     /// Used as f32.
     F32,
+}
+
+impl Activation {
+    /// The largest code, if the input is quantized: the magnitude that a group's largest element gets.
+    pub fn largest_code(self) -> Option<i16> {
+        match self {
+            Self::I8G64 => Some(127),
+            // Of the codes that two int8 planes hold as 128 · high + low, the largest with high ≤ 127.
+            Self::I16G64 => Some(127 * 128),
+            Self::F32 => None,
+        }
+    }
 }
 
 /// What mixes the tokens of a layer.

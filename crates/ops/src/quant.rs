@@ -1,8 +1,8 @@
-//! The two quantizations: MLX affine weights, and int8 activations in groups of 64.
+//! The quantizations: MLX affine weights, and activations of 8 or 15 bits in groups of 64.
 //!
 //! These functions are the definition; device kernels reproduce them to the bit.
 
-use crate::plan::{GROUP, WeightFormat, WeightSpec};
+use crate::plan::{Activation, GROUP, WeightFormat, WeightSpec};
 use crate::tensor::ElementType;
 use half::bf16;
 
@@ -85,36 +85,49 @@ pub fn f32_at(bytes: &[u8], i: usize) -> f32 {
     f32::from_le_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]])
 }
 
-/// One group of 64 activations as int8: `x ≈ scale · code`.
+/// One group of 64 quantized activations: `x ≈ scale · code`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct I8Group {
-    /// Codes in −127…127.
-    pub codes: [i8; GROUP],
-    /// Largest magnitude of the group divided by 127; NaN if any element was not finite.
+pub struct QuantizedGroup {
+    /// Codes, up to the activation's [largest](Activation::largest_code) in magnitude.
+    pub codes: [i16; GROUP],
+    /// Largest magnitude of the group divided by the largest code; NaN if any element was not finite.
     pub scale: f32,
     /// `scale · Σ codes`: what the weights' biases are multiplied with.
     pub sum: f32,
 }
 
-/// Quantizes one group: `scale = max|x| / 127`, `code = round_ties_even(x · (127 / max|x|))`.
+/// Quantizes one group as [`Activation::I8G64`] does.
+pub fn quantize_i8(x: &[f32]) -> QuantizedGroup {
+    quantize_group(x, Activation::I8G64).expect("a quantized activation")
+}
+
+/// Quantizes one group as [`Activation::I16G64`] does.
+pub fn quantize_i16(x: &[f32]) -> QuantizedGroup {
+    quantize_group(x, Activation::I16G64).expect("a quantized activation")
+}
+
+/// Quantizes one group, with `n` the activation's largest code: `scale = max|x| / n`,
+/// `code = round_ties_even(x · (n / max|x|))`. `None` for activations that are not quantized.
 ///
 /// A group that holds a NaN or an infinity gets the scale NaN, so that the result of the operation is NaN
-/// instead of plausible. A group so small that `127 / max|x|` overflows counts as zero.
-pub fn quantize_i8(x: &[f32]) -> I8Group {
+/// instead of plausible. A group so small that `n / max|x|` overflows counts as zero.
+pub fn quantize_group(x: &[f32], activation: Activation) -> Option<QuantizedGroup> {
     assert_eq!(x.len(), GROUP);
+    let n = f32::from(activation.largest_code()?);
+    let without_codes = |scale| QuantizedGroup { codes: [0; GROUP], scale, sum: scale };
     if x.iter().any(|v| !v.is_finite()) {
-        return I8Group { codes: [0; GROUP], scale: f32::NAN, sum: f32::NAN };
+        return Some(without_codes(f32::NAN));
     }
     let max = x.iter().fold(0f32, |m, v| m.max(v.abs()));
-    let inverse = 127.0 / max;
+    let inverse = n / max;
     if max == 0.0 || !inverse.is_finite() {
-        return I8Group { codes: [0; GROUP], scale: 0.0, sum: 0.0 };
+        return Some(without_codes(0.0));
     }
-    let codes: [i8; GROUP] =
-        std::array::from_fn(|i| (x[i] * inverse).round_ties_even().clamp(-127.0, 127.0) as i8);
-    let scale = max / 127.0;
-    let total: i32 = codes.iter().map(|&c| c as i32).sum();
-    I8Group { codes, scale, sum: scale * total as f32 }
+    let codes: [i16; GROUP] =
+        std::array::from_fn(|i| (x[i] * inverse).round_ties_even().clamp(-n, n) as i16);
+    let scale = max / n;
+    let total: i32 = codes.iter().map(|&c| i32::from(c)).sum();
+    Some(QuantizedGroup { codes, scale, sum: scale * total as f32 })
 }
 
 /// Affine quantization of one group as MLX does it: codes, and scale and bias rounded to bf16 (as f32).
@@ -193,5 +206,26 @@ mod tests {
         x[9] = f32::INFINITY;
         assert!(quantize_i8(&x).scale.is_nan());
         assert_eq!(quantize_i8(&[1e-40; GROUP]).scale, 0.0);
+    }
+
+    #[test]
+    fn int16_groups() {
+        let mut x = [0f32; GROUP];
+        x[..6].copy_from_slice(&[-2.0, 2.0, 1.0, 1.5 / 8128.0, 2.5 / 8128.0, -2.5 / 8128.0]);
+        let g = quantize_i16(&x);
+        // Halves go to the even code.
+        assert_eq!(g.codes[..6], [-16256, 16256, 8128, 2, 2, -2]);
+        assert_eq!((g.scale, g.sum), (2.0 / 16256.0, 2.0 / 16256.0 * 8130.0));
+        assert_eq!(quantize_i16(&[3e38; GROUP]).codes, [16256; GROUP]);
+        // 16256 / x overflows for the first only.
+        assert_eq!(quantize_i16(&[4e-35; GROUP]), quantize_i16(&[0.0; GROUP]));
+        assert_eq!(quantize_i16(&[5e-35; GROUP]).codes, [16256; GROUP]);
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            x[63] = bad;
+            let g = quantize_i16(&x);
+            assert!(g.scale.is_nan() && g.sum.is_nan());
+            assert_eq!(g.codes, [0; GROUP]);
+        }
+        assert_eq!(quantize_group(&x, Activation::F32), None);
     }
 }

@@ -1,4 +1,4 @@
-//! I8G64: activations as int8 codes with one scale for 64 columns.
+//! I8G64 and I16G64: activations as codes with one scale for 64 columns.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -12,20 +12,50 @@ pub const GROUP: usize = 64;
 /// Rows that one task quantizes.
 const ROWS_PER_TASK: usize = 8;
 
-/// The codes of one group: the 32 even columns, then the 32 odd ones.
+/// How large codes are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CodeKind {
+    /// Codes in -127…127: one int8 plane.
+    #[default]
+    I8,
+    /// Codes in -16256…16256: two int8 planes, the code being 128 · high + low with low in -64…63.
+    I16,
+}
+
+impl CodeKind {
+    /// Number of int8 planes.
+    pub const fn planes(self) -> usize {
+        match self {
+            Self::I8 => 1,
+            Self::I16 => 2,
+        }
+    }
+
+    /// The code that the largest magnitude of a group becomes.
+    const fn largest(self) -> f32 {
+        match self {
+            Self::I8 => 127.0,
+            Self::I16 => 127.0 * 128.0,
+        }
+    }
+}
+
+/// A plane of the codes of one group: the 32 even columns, then the 32 odd ones.
 ///
 /// A byte of packed 4-bit weights holds an even column in its low nibble and the odd one after it
 /// in its high nibble, so masked and shifted weight words meet consecutive codes.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
-struct GroupCodes([i8; GROUP]);
+struct PlaneCodes([i8; GROUP]);
 
 /// Quantized rows; the buffer is meant to be used again and again.
 #[derive(Clone, Debug, Default)]
 pub struct QuantRows {
     rows: usize,
     groups: usize,
-    codes: Vec<GroupCodes>,
+    kind: CodeKind,
+    /// `[row][group][plane]`.
+    codes: Vec<PlaneCodes>,
     scales: Vec<f32>,
     sums: Vec<f32>,
 }
@@ -46,10 +76,18 @@ impl QuantRows {
         self.groups * GROUP
     }
 
+    /// How large the codes are.
+    pub fn kind(&self) -> CodeKind {
+        self.kind
+    }
+
     /// The code of one element.
-    pub fn code(&self, row: usize, col: usize) -> i8 {
-        let within = col % GROUP;
-        self.codes[row * self.groups + col / GROUP].0[within / 2 + (within % 2) * (GROUP / 2)]
+    pub fn code(&self, row: usize, col: usize) -> i16 {
+        let (planes, within) = (self.kind.planes(), col % GROUP);
+        let at = within / 2 + (within % 2) * (GROUP / 2);
+        self.codes[(row * self.groups + col / GROUP) * planes..][..planes]
+            .iter()
+            .fold(0, |code, plane| 128 * code + i16::from(plane.0[at]))
     }
 
     /// The scales of the groups of a row.
@@ -62,15 +100,16 @@ impl QuantRows {
         &self.sums[row * self.groups..][..self.groups]
     }
 
-    /// The codes of a row, group by group.
+    /// The codes of a row: `[group][plane][64]`.
     pub(super) fn codes(&self, row: usize) -> *const i8 {
-        self.codes[row * self.groups..][..self.groups].as_ptr().cast()
+        let len = self.groups * self.kind.planes();
+        self.codes[row * len..][..len].as_ptr().cast()
     }
 
     /// Replaces the contents by `rows` rows of `cols` columns of `x`, `stride` elements apart.
     ///
     /// Per group: with an element that is not finite the scale is NaN; a group of zeros has scale 0;
-    /// otherwise the largest magnitude becomes code ±127.
+    /// otherwise the largest magnitude becomes the largest code of the kind.
     ///
     /// # Panics
     /// `cols` is not a multiple of [`GROUP`], or `x` is too short.
@@ -78,34 +117,38 @@ impl QuantRows {
         &mut self,
         pool: &Pool,
         isa: Isa,
+        kind: CodeKind,
         x: &[f32],
         stride: usize,
-        rows: usize,
-        cols: usize,
+        [rows, cols]: [usize; 2],
     ) {
         assert!(cols.is_multiple_of(GROUP), "{cols} columns are not whole groups of {GROUP}");
         assert!(rows == 0 || (rows - 1) * stride + cols <= x.len(), "activations are too short");
         self.rows = rows;
         self.groups = cols / GROUP;
-        let total = rows * self.groups;
-        if self.codes.len() < total {
-            self.codes.resize(total, GroupCodes([0; GROUP]));
+        self.kind = kind;
+        let (groups, planes) = (self.groups, kind.planes());
+        let total = rows * groups;
+        if self.codes.len() < total * planes {
+            self.codes.resize(total * planes, PlaneCodes([0; GROUP]));
+        }
+        if self.scales.len() < total {
             self.scales.resize(total, 0.0);
             self.sums.resize(total, 0.0);
         }
-        let groups = self.groups;
         let codes = AtomicPtr::new(self.codes.as_mut_ptr());
         let scales = AtomicPtr::new(self.scales.as_mut_ptr());
         let sums = AtomicPtr::new(self.sums.as_mut_ptr());
         pool.run(rows.div_ceil(ROWS_PER_TASK), &|task, _| {
             for row in task * ROWS_PER_TASK..rows.min((task + 1) * ROWS_PER_TASK) {
                 let (x, at) = (&x[row * stride..][..cols], row * groups);
-                // SAFETY: the buffers have `rows * groups` elements, and a row belongs to one task.
+                // SAFETY: the buffers have `rows * groups` elements, or that many for each plane, and
+                // a row belongs to one task.
                 let (codes, scales, sums) = unsafe {
                     (
                         std::slice::from_raw_parts_mut(
-                            codes.load(Ordering::Relaxed).add(at),
-                            groups,
+                            codes.load(Ordering::Relaxed).add(at * planes),
+                            groups * planes,
                         ),
                         std::slice::from_raw_parts_mut(
                             scales.load(Ordering::Relaxed).add(at),
@@ -117,7 +160,7 @@ impl QuantRows {
                         ),
                     )
                 };
-                quantize_row(isa, x, codes, scales, sums);
+                quantize_row(isa, kind, x, codes, scales, sums);
             }
         });
     }
@@ -125,30 +168,36 @@ impl QuantRows {
 
 simd_entry! {
     /// Quantizes one row; all slices cover its groups.
-    fn quantize_row(x: &[f32], codes: &mut [GroupCodes], scales: &mut [f32], sums: &mut [f32]) = quantize_row_kernel;
+    fn quantize_row(kind: CodeKind, x: &[f32], codes: &mut [PlaneCodes], scales: &mut [f32], sums: &mut [f32]) = quantize_row_kernel;
 }
 
 #[inline(always)]
 unsafe fn quantize_row_kernel<S: Simd>(
+    kind: CodeKind,
     x: &[f32],
-    codes: &mut [GroupCodes],
+    codes: &mut [PlaneCodes],
     scales: &mut [f32],
     sums: &mut [f32],
 ) {
-    let outputs = codes.iter_mut().zip(scales).zip(sums);
+    let outputs = codes.chunks_exact_mut(kind.planes()).zip(scales).zip(sums);
     for (x, ((codes, scale), sum)) in x.chunks_exact(GROUP).zip(outputs) {
         // SAFETY: the chunk has 64 elements; the caller has the instruction set.
-        (*scale, *sum) = unsafe { quantize_group::<S>(x.as_ptr(), &mut codes.0) };
+        (*scale, *sum) = unsafe { quantize_group::<S>(kind, x.as_ptr(), codes) };
     }
 }
 
 /// Returns the scale and the scaled sum of the codes.
 #[inline(always)]
-unsafe fn quantize_group<S: Simd>(x: *const f32, codes: &mut [i8; GROUP]) -> (f32, f32) {
+unsafe fn quantize_group<S: Simd>(
+    kind: CodeKind,
+    x: *const f32,
+    planes: &mut [PlaneCodes],
+) -> (f32, f32) {
+    let most = kind.largest();
     // SAFETY: `x` has 64 elements, every store is inside a 64-byte array, and the caller has the
     // instruction set.
     unsafe {
-        let mut x = [
+        let x = [
             S::load(x),
             S::load(x.add(LANES)),
             S::load(x.add(2 * LANES)),
@@ -162,20 +211,43 @@ unsafe fn quantize_group<S: Simd>(x: *const f32, codes: &mut [i8; GROUP]) -> (f3
             largest = S::max(magnitude, largest);
         }
         let largest = S::reduce_max(largest);
-        let inverse = 127.0 / largest;
+        let inverse = most / largest;
         if finite & 0xffff != 0xffff || inverse.is_infinite() {
-            *codes = [0; GROUP];
+            planes.fill(PlaneCodes([0; GROUP]));
             let scale =
                 if inverse.is_infinite() && finite & 0xffff == 0xffff { 0.0 } else { f32::NAN };
             return (scale, scale);
         }
-        let mut ordered = [0i8; GROUP];
         let mut total = S::splat_i32(0);
-        for (i, x) in x.iter_mut().enumerate() {
-            let scaled = S::round_ties_even(S::mul(*x, S::splat(inverse)));
-            let clamped = S::min(S::max(scaled, S::splat(-127.0)), S::splat(127.0));
+        let mut rest = x.map(|x| {
+            let scaled = S::round_ties_even(S::mul(x, S::splat(inverse)));
+            let clamped = S::min(S::max(scaled, S::splat(-most)), S::splat(most));
             let code = S::to_i32(clamped);
             total = S::add_i32(total, code);
+            code
+        });
+        if let [high, low] = planes {
+            let nearest = rest.map(|c| S::shr_i32(S::add_i32(c, S::splat_i32(64)), 7));
+            store_plane::<S>(&nearest, high);
+            for (code, high) in rest.iter_mut().zip(nearest) {
+                *code = S::sub_i32(*code, S::shl_i32(high, 7));
+            }
+            store_plane::<S>(&rest, low);
+        } else {
+            store_plane::<S>(&rest, &mut planes[0]);
+        }
+        let scale = largest / most;
+        (scale, scale * S::reduce_add_i32(total) as f32)
+    }
+}
+
+/// Stores codes in the order of a plane.
+#[inline(always)]
+unsafe fn store_plane<S: Simd>(codes: &[S::I32; 4], plane: &mut PlaneCodes) {
+    let mut ordered = [0i8; GROUP];
+    // SAFETY: every access is inside a 64-byte array, and the caller has the instruction set.
+    unsafe {
+        for (i, &code) in codes.iter().enumerate() {
             S::store_i8(ordered.as_mut_ptr().add(LANES * i), code);
         }
         // A 16-bit word is an even column and the odd one after it.
@@ -183,32 +255,53 @@ unsafe fn quantize_group<S: Simd>(x: *const f32, codes: &mut [i8; GROUP]) -> (f3
             let pairs = S::load_u16(ordered.as_ptr().cast::<u8>().add(32 * half));
             let even = S::shr_i32(S::shl_i32(pairs, 24), 24);
             let odd = S::shr_i32(S::shl_i32(pairs, 16), 24);
-            S::store_i8(codes.as_mut_ptr().add(LANES * half), even);
-            S::store_i8(codes.as_mut_ptr().add(GROUP / 2 + LANES * half), odd);
+            S::store_i8(plane.0.as_mut_ptr().add(LANES * half), even);
+            S::store_i8(plane.0.as_mut_ptr().add(GROUP / 2 + LANES * half), odd);
         }
-        let scale = largest / 127.0;
-        (scale, scale * S::reduce_add_i32(total) as f32)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lily_ops::quant::{quantize_i8, quantize_i16};
 
-    fn reference(x: &[f32]) -> (f32, f32, Vec<i8>) {
-        if x.iter().any(|x| !x.is_finite()) {
-            return (f32::NAN, f32::NAN, vec![0; GROUP]);
+    fn check(x: &[f32], stride: usize, rows: usize, cols: usize) {
+        for isa in Isa::available() {
+            for threads in [1, 3] {
+                let pool = Pool::new(threads);
+                let mut quant = QuantRows::new();
+                // The buffer is used again for other kinds and shapes.
+                quant.quantize(&pool, isa, CodeKind::I16, x, stride, [rows.min(2), 64]);
+                for kind in [CodeKind::I8, CodeKind::I16] {
+                    quant.quantize(&pool, isa, kind, x, stride, [rows, cols]);
+                    assert_eq!((quant.rows(), quant.cols(), quant.kind()), (rows, cols, kind));
+                    for row in 0..rows {
+                        for group in 0..cols / GROUP {
+                            let at = row * stride + group * GROUP;
+                            check_group(&quant, row, group, &x[at..at + GROUP], isa);
+                        }
+                    }
+                }
+            }
         }
-        let largest = x.iter().fold(0f32, |a, x| a.max(x.abs()));
-        let inverse = 127.0 / largest;
-        if inverse.is_infinite() {
-            return (0.0, 0.0, vec![0; GROUP]);
+    }
+
+    fn check_group(quant: &QuantRows, row: usize, group: usize, x: &[f32], isa: Isa) {
+        let want = match quant.kind() {
+            CodeKind::I8 => quantize_i8(x),
+            CodeKind::I16 => quantize_i16(x),
+        };
+        let got = [quant.scales(row)[group], quant.sums(row)[group]];
+        let same = |(got, want): (f32, f32)| {
+            got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan()
+        };
+        let equal = got.into_iter().zip([want.scale, want.sum]).all(same);
+        assert!(equal, "{isa} {:?} row {row} group {group}: {got:?}", quant.kind());
+        for (k, want) in want.codes.into_iter().enumerate() {
+            let got = quant.code(row, group * GROUP + k);
+            assert_eq!(got, want, "{isa} {:?} row {row} group {group}", quant.kind());
         }
-        let codes: Vec<i8> =
-            x.iter().map(|x| (x * inverse).round_ties_even().clamp(-127.0, 127.0) as i8).collect();
-        let scale = largest / 127.0;
-        let total: i32 = codes.iter().map(|&c| i32::from(c)).sum();
-        (scale, scale * total as f32, codes)
     }
 
     #[test]
@@ -227,33 +320,45 @@ mod tests {
         x[4 * stride..4 * stride + 64].fill(1e-42);
         x[5 * stride..5 * stride + 64].fill(1e-37);
         x[6 * stride + 3] = 3e38;
-        for isa in Isa::available() {
-            for threads in [1, 3] {
-                let pool = Pool::new(threads);
-                let mut quant = QuantRows::new();
-                quant.quantize(&pool, isa, &x[..2 * stride], stride, 2, 64);
-                quant.quantize(&pool, isa, &x, stride, rows, cols);
-                assert_eq!((quant.rows(), quant.cols()), (rows, cols));
-                for row in 0..rows {
-                    for group in 0..cols / GROUP {
-                        let at = row * stride + group * GROUP;
-                        let (scale, sum, codes) = reference(&x[at..at + GROUP]);
-                        assert_eq!(
-                            quant.scales(row)[group].to_bits(),
-                            scale.to_bits(),
-                            "{isa} row {row}"
-                        );
-                        assert_eq!(
-                            quant.sums(row)[group].to_bits(),
-                            sum.to_bits(),
-                            "{isa} row {row}"
-                        );
-                        let got: Vec<i8> =
-                            (0..GROUP).map(|k| quant.code(row, group * GROUP + k)).collect();
-                        assert_eq!(got, codes, "{isa} row {row}");
-                    }
-                }
+        check(&x, stride, rows, cols);
+    }
+
+    #[test]
+    fn edges_of_the_quantizers() {
+        let ties = |n: f32| move |i: usize| if i == 0 { n } else { (i as f32 - 32.0) * n / 63.5 };
+        let mut rows: Vec<[f32; GROUP]> = vec![
+            [1.7; GROUP],
+            [-1.7; GROUP],
+            std::array::from_fn(|i| if i % 2 == 0 { 0.3 } else { -0.3 }),
+            // Every half between two codes around zero, and around the limits of the low plane.
+            std::array::from_fn(|i| if i == 0 { 127.0 } else { i as f32 - 32.5 }),
+            std::array::from_fn(|i| if i == 0 { 16256.0 } else { i as f32 - 32.5 }),
+            std::array::from_fn(|i| if i == 0 { 16256.0 } else { i as f32 + 31.5 }),
+            std::array::from_fn(|i| if i == 0 { -16256.0 } else { -31.5 - i as f32 }),
+            std::array::from_fn(|i| if i == 0 { -16256.0 } else { 16224.5 - i as f32 }),
+            std::array::from_fn(ties(3.0)),
+            std::array::from_fn(ties(1e-3)),
+            [-0.0; GROUP],
+            [f32::MAX; GROUP],
+            [f32::MIN; GROUP],
+            [f32::MIN_POSITIVE; GROUP],
+            // Both sides of where 127 / x and 16256 / x overflow.
+            [3.7e-37; GROUP],
+            [3.8e-37; GROUP],
+            [4.7e-35; GROUP],
+            [4.8e-35; GROUP],
+            [f32::from_bits(1); GROUP],
+        ];
+        for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for at in [0, 17, 63] {
+                let mut row = [0.5; GROUP];
+                row[at] = bad;
+                rows.push(row);
+                row = [0.0; GROUP];
+                row[at] = bad;
+                rows.push(row);
             }
         }
+        check(rows.as_flattened(), GROUP, rows.len(), GROUP);
     }
 }

@@ -8,7 +8,7 @@ use lily_ops::{Activation, Op, Plan, ValueId, WeightId};
 
 use super::executor::{Executor, Run, Work};
 use super::memory::in_place;
-use super::shapes::{delta_shape, norm_shape, table, view};
+use super::shapes::{code_kind, delta_shape, norm_shape, table, view};
 use super::state::{State, Stored, with_cache};
 use super::values::{StepRows, Values};
 use crate::kernels::attention::{
@@ -20,7 +20,7 @@ use crate::kernels::embed::embed;
 use crate::kernels::gdn::{self, GateInput, GatedNorm, ScanInput, StateSegment};
 use crate::kernels::linear::{Input, Output, RowGroup, Rows, linear};
 use crate::kernels::norm::rms_norm;
-use crate::kernels::quantize::QuantRows;
+use crate::kernels::quantize::{CodeKind, QuantRows};
 use crate::kernels::router::route;
 use crate::pool::Pool;
 use crate::simd::Isa;
@@ -183,25 +183,25 @@ impl Context<'_> {
     ) {
         let i = weight.0 as usize;
         let spec = self.plan.weight(weight);
-        let input = match activation {
-            Activation::I8G64 => Input::Quantized(self.quantized(work, x)),
-            Activation::F32 => Input::F32 { x: self.read(x), stride: spec.cols },
+        let input = match code_kind(activation) {
+            Some(kind) => Input::Quantized(self.quantized(work, x, kind)),
+            None => Input::F32 { x: self.read(x), stride: spec.cols },
         };
         let weights = view(spec, &self.weights[i]);
         let output = Output { y, stride: spec.rows, column: 0 };
         linear(self.pool, self.isa, input, &weights, rows, output, &self.weight_bytes[i]);
     }
 
-    /// The value as int8 rows; kept, since several operations in a row read the same value.
-    fn quantized<'w>(&self, work: &'w mut Work, x: ValueId) -> &'w QuantRows {
-        let found = work.quantized.iter().position(|q| q.value == Some(x));
+    /// The value as codes; kept, since several operations in a row read the same value.
+    fn quantized<'w>(&self, work: &'w mut Work, x: ValueId, kind: CodeKind) -> &'w QuantRows {
+        let found = work.quantized.iter().position(|q| q.value == Some((x, kind)));
         let at = found.unwrap_or_else(|| {
             let at = work.next_quantized;
             work.next_quantized = (at + 1) % work.quantized.len();
             let (rows, cols) = (self.count(x), self.width(x));
             let q = &mut work.quantized[at];
-            q.value = Some(x);
-            q.rows.quantize(self.pool, self.isa, self.read(x), cols, rows, cols);
+            q.value = Some((x, kind));
+            q.rows.quantize(self.pool, self.isa, kind, self.read(x), cols, [rows, cols]);
             at
         });
         &work.quantized[at].rows

@@ -16,7 +16,7 @@ use super::values::{StepRows, Values};
 use crate::kernels::attention::{AttentionScratch, AttentionSegment, AttentionShape, RopeTable};
 use crate::kernels::elementwise;
 use crate::kernels::linear::RowGroup;
-use crate::kernels::quantize::QuantRows;
+use crate::kernels::quantize::{CodeKind, QuantRows};
 use crate::kernels::router::ExpertGroups;
 use crate::pool::Pool;
 use crate::simd::Isa;
@@ -92,7 +92,7 @@ impl Run {
 /// Quantized rows of a value, kept while consecutive operations read it.
 #[derive(Default)]
 pub(super) struct Quantized {
-    pub value: Option<ValueId>,
+    pub value: Option<(ValueId, CodeKind)>,
     pub rows: QuantRows,
 }
 

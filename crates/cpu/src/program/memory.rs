@@ -1,9 +1,9 @@
 //! Bytes a program takes, from the plan alone.
 
 use lily_device::{Limits, MemoryNeed, ScratchLayout};
-use lily_ops::{Activation, Op, Plan, ValueId};
+use lily_ops::{Op, Plan, ValueId};
 
-use super::shapes::{attention_shape, is_vector};
+use super::shapes::{attention_shape, code_kind, is_vector};
 use crate::kernels::attention::AttentionScratch;
 use crate::kernels::quantize::GROUP;
 
@@ -25,11 +25,13 @@ pub(super) fn layout(plan: &Plan, limits: &Limits) -> ScratchLayout {
     ScratchLayout::new(plan, limits.rows, limits.outputs, in_place)
 }
 
-/// Work space beside the values, in elements: what grows with the rows of a step.
+/// Work space beside the values: what grows with the rows of a step. In elements, but for the codes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct WorkSpace {
-    /// Largest input that is quantized.
-    pub quantized: usize,
+    /// Most bytes of codes of an input that is quantized.
+    pub codes: usize,
+    /// Most groups of an input that is quantized.
+    pub groups: usize,
     /// Largest result of an up projection.
     pub up: usize,
     /// Rows routed to experts.
@@ -46,13 +48,16 @@ impl WorkSpace {
             value.rows.count(limits.rows, limits.outputs) * value.width
         };
         for node in plan.nodes() {
-            let quantized = match &node.op {
-                Op::Linear(op) if op.activation == Activation::I8G64 => count(op.x),
-                Op::ExpertsIn(op) if op.activation == Activation::I8G64 => count(op.x),
-                Op::ExpertsOut(op) if op.activation == Activation::I8G64 => count(op.x),
-                _ => 0,
+            let input = match &node.op {
+                Op::Linear(op) => Some((op.x, op.activation)),
+                Op::ExpertsIn(op) => Some((op.x, op.activation)),
+                Op::ExpertsOut(op) => Some((op.x, op.activation)),
+                _ => None,
             };
-            space.quantized = space.quantized.max(quantized);
+            if let Some((count, kind)) = input.and_then(|(x, a)| Some((count(x), code_kind(a)?))) {
+                space.codes = space.codes.max(count * kind.planes());
+                space.groups = space.groups.max(count / GROUP);
+            }
             match &node.op {
                 Op::ExpertsIn(op) => {
                     space.up = space.up.max(count(op.out));
@@ -69,7 +74,7 @@ impl WorkSpace {
 
     /// Bytes, with two quantized inputs held at once.
     pub fn bytes(&self) -> u64 {
-        let quantized = 2 * (self.quantized + self.quantized / GROUP * 8);
+        let quantized = 2 * (self.codes + self.groups * 8);
         (quantized + self.up * 4 + self.routed * 12 + self.angles * 4) as u64
     }
 }

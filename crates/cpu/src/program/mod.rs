@@ -84,14 +84,14 @@ impl CpuProgram {
                 return Err(invalid(format!("token {at} is {id}; the vocabulary has {vocab} ids")));
             }
             match &segment.output {
-                Output::Scores(targets) => {
-                    if targets.len() != list.len() || targets.iter().any(|id| *id >= vocab) {
-                        return Err(invalid(format!(
-                            "{} targets for {} tokens, each below {vocab}, are needed",
-                            targets.len(),
-                            list.len()
-                        )));
-                    }
+                Output::Scores(targets)
+                    if targets.len() != list.len() || targets.iter().any(|id| *id >= vocab) =>
+                {
+                    return Err(invalid(format!(
+                        "{} targets for {} tokens, each below {vocab}, are needed",
+                        targets.len(),
+                        list.len()
+                    )));
                 }
                 Output::Sample(params) => params.check().map_err(invalid)?,
                 _ => {}

@@ -8,6 +8,7 @@ use crate::kernels::attention::AttentionShape;
 use crate::kernels::embed::EmbedTable;
 use crate::kernels::gdn::{GdnShape, conv_weight_by_tap};
 use crate::kernels::linear::{MatrixStrides, WeightFormat, WeightView};
+use crate::kernels::quantize::CodeKind;
 
 /// Shape of the plan's attention layers, and their rotary embedding if a preparation is there.
 pub(super) fn attention_shape(plan: &Plan) -> Option<(AttentionShape, Option<Rope>)> {
@@ -47,6 +48,15 @@ pub(super) fn delta_shape(plan: &Plan) -> GdnShape {
 /// Shape of q and k of a normalization, whose channels need not be those of the convolution.
 pub(super) fn norm_shape(plan: &Plan, key_heads: usize, dk: usize) -> GdnShape {
     GdnShape { key_heads, dk, ..delta_shape(plan) }
+}
+
+/// The codes that an input is quantized to, if it is.
+pub(super) fn code_kind(activation: Activation) -> Option<CodeKind> {
+    match activation {
+        Activation::I8G64 => Some(CodeKind::I8),
+        Activation::I16G64 => Some(CodeKind::I16),
+        Activation::F32 => None,
+    }
 }
 
 /// A weight as the linear kernels take it.
@@ -132,7 +142,7 @@ fn supported(plan: &Plan, op: &Op) -> Result<(), String> {
         let spec = plan.weight(id);
         let grouped = matches!(spec.format, Format::Affine { .. });
         let whole = !grouped || spec.cols.is_multiple_of(lily_ops::plan::GROUP);
-        let fits = activation == Activation::F32 || spec.format == Format::Affine { bits: 4 };
+        let fits = code_kind(activation).is_none() || spec.format == Format::Affine { bits: 4 };
         match whole && fits {
             true => Ok(()),
             false => Err(format!("{:?} × {activation:?}, {} columns", spec.format, spec.cols)),

@@ -212,13 +212,20 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn group_dots<const R: usize>(panel: *const u8, x: &[*const i8; R]) -> [I; R] {
-        // SAFETY: the caller guarantees the instruction set, 512 panel bytes and 64 codes a row.
+    unsafe fn group_dots<const P: usize, const R: usize>(
+        panel: *const u8,
+        x: &[*const i8; R],
+    ) -> [I; R] {
+        // SAFETY: the caller guarantees the instruction set, 512 panel bytes and 64 codes a plane.
         unsafe {
             let nibble = _mm256_set1_epi8(15);
             let ones = _mm256_set1_epi16(1);
             let mut sums = [Self::splat_i32(0); R];
-            for half in 0..2 {
+            for part in 0..2 * P {
+                let (plane, half) = (part / 2, part % 2);
+                if plane > 0 && half == 0 {
+                    sums = sums.map(|sum| both!(_mm256_slli_epi32::<7>, sum));
+                }
                 // Eight products of at most 2 * 15 * 127 each fit an i16.
                 let mut words = [Self::splat_i32(0); R];
                 for word in 4 * half..4 * half + 4 {
@@ -227,7 +234,7 @@ impl Simd for Avx2 {
                     let high = both!(_mm256_srli_epi16::<4>, packed);
                     let high = both!(_mm256_and_si256, high, [nibble; 2]);
                     for r in 0..R {
-                        let codes = x[r].cast::<i32>().add(word);
+                        let codes = x[r].cast::<i32>().add(16 * plane + word);
                         let x_low = [_mm256_set1_epi32(codes.read_unaligned()); 2];
                         let x_high = [_mm256_set1_epi32(codes.add(8).read_unaligned()); 2];
                         let products = both!(_mm256_maddubs_epi16, low, x_low);

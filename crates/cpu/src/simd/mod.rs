@@ -239,8 +239,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Exact dot products of one 64-column group: 16 outputs by `R` activation rows.
     ///
     /// `panel` is `[8 words][16 outputs][4 bytes]` of packed nibbles (512 bytes); `x[r]` points at
-    /// 64 codes: the 32 that belong to low nibbles, then the 32 that belong to high nibbles.
-    unsafe fn group_dots<const R: usize>(panel: *const u8, x: &[*const i8; R]) -> [Self::I32; R];
+    /// `P` planes of 64 codes, each the 32 that belong to low nibbles, then the 32 that belong to
+    /// high nibbles. A code of a plane counts 128 times one of the next plane.
+    unsafe fn group_dots<const P: usize, const R: usize>(
+        panel: *const u8,
+        x: &[*const i8; R],
+    ) -> [Self::I32; R];
 
     /// Hint to bring the cache line at `src` into the second-level cache; any address is allowed.
     unsafe fn prefetch(src: *const u8);
@@ -400,15 +404,23 @@ pub(crate) use simd_methods;
 /// [`Simd::group_dots`] for one output lane at a time; LLVM turns the inner loops into vectors.
 #[inline(always)]
 #[allow(dead_code)]
-unsafe fn group_dots_plain<const R: usize>(panel: *const u8, x: &[*const i8; R]) -> [[i32; 16]; R] {
+unsafe fn group_dots_plain<const P: usize, const R: usize>(
+    panel: *const u8,
+    x: &[*const i8; R],
+) -> [[i32; 16]; R] {
     let mut dots = [[0i32; 16]; R];
-    for word in 0..8 {
+    for step in 0..8 * P {
+        let (plane, word) = (step / 8, step % 8);
+        if plane > 0 && word == 0 {
+            dots.as_flattened_mut().iter_mut().for_each(|dot| *dot <<= 7);
+        }
         // SAFETY: the panel has 8 words of 64 bytes.
         let packed = unsafe { &*panel.add(64 * word).cast::<[u8; 64]>() };
         for (dots, &x) in dots.iter_mut().zip(x) {
-            // SAFETY: every row has 64 codes.
+            // SAFETY: every row has 64 codes a plane.
             let (low, high) = unsafe {
-                (&*x.add(4 * word).cast::<[i8; 4]>(), &*x.add(32 + 4 * word).cast::<[i8; 4]>())
+                let x = x.add(64 * plane + 4 * word);
+                (&*x.cast::<[i8; 4]>(), &*x.add(32).cast::<[i8; 4]>())
             };
             for (lane, dot) in dots.iter_mut().enumerate() {
                 for byte in 0..4 {

@@ -207,9 +207,12 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
-    unsafe fn group_dots<const R: usize>(panel: *const u8, x: &[*const i8; R]) -> [I; R] {
+    unsafe fn group_dots<const P: usize, const R: usize>(
+        panel: *const u8,
+        x: &[*const i8; R],
+    ) -> [I; R] {
         // SAFETY: same contract.
-        let dots = unsafe { group_dots_plain(panel, x) };
+        let dots = unsafe { group_dots_plain::<P, R>(panel, x) };
         // SAFETY: each array has sixteen words.
         dots.map(|lanes| unsafe { Self::load_i32(lanes.as_ptr().cast()) })
     }

@@ -146,8 +146,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    unsafe fn group_dots<const R: usize>(panel: *const u8, x: &[*const i8; R]) -> [I32x16; R] {
+    unsafe fn group_dots<const P: usize, const R: usize>(
+        panel: *const u8,
+        x: &[*const i8; R],
+    ) -> [I32x16; R] {
         // SAFETY: same contract.
-        unsafe { group_dots_plain(panel, x) }.map(I32x16)
+        unsafe { group_dots_plain::<P, R>(panel, x) }.map(I32x16)
     }
 }

@@ -149,14 +149,21 @@ fn every_instruction_set_agrees_with_the_plain_one() {
 
 #[test]
 fn group_dots_are_exact() {
+    /// Two planes of 64 codes for each of twelve rows.
+    type Codes = [[[i8; 64]; 2]; 12];
     #[inline(always)]
-    unsafe fn kernel<S: Simd>(panel: &[u8; 512], x: &[[i8; 64]; 12]) -> Vec<[i32; 16]> {
+    unsafe fn kernel<S: Simd>(panel: &[u8; 512], x: &Codes) -> Vec<[i32; 16]> {
+        // SAFETY: the caller has the instruction set.
+        unsafe { [planes::<S, 1>(panel, x), planes::<S, 2>(panel, x)].concat() }
+    }
+    #[inline(always)]
+    unsafe fn planes<S: Simd, const P: usize>(panel: &[u8; 512], x: &Codes) -> Vec<[i32; 16]> {
         let mut out = Vec::new();
         macro_rules! rows {
             ($($rows:literal)*) => {$(
-                let pointers: [*const i8; $rows] = std::array::from_fn(|r| x[r].as_ptr());
+                let pointers: [*const i8; $rows] = std::array::from_fn(|r| x[r].as_ptr().cast());
                 // SAFETY: the panel and the rows have the sizes that `group_dots` asks for.
-                for dots in unsafe { S::group_dots(panel.as_ptr(), &pointers) } {
+                for dots in unsafe { S::group_dots::<P, $rows>(panel.as_ptr(), &pointers) } {
                     let mut lanes = [0; 16];
                     // SAFETY: sixteen words.
                     unsafe { S::store_i32(lanes.as_mut_ptr().cast(), dots) };
@@ -168,15 +175,15 @@ fn group_dots_are_exact() {
         out
     }
     simd_entry! {
-        fn all_dots(panel: &[u8; 512], x: &[[i8; 64]; 12]) -> Vec<[i32; 16]> = kernel;
+        fn all_dots(panel: &[u8; 512], x: &Codes) -> Vec<[i32; 16]> = kernel;
     }
     let mut random = Random(3);
     for round in 0..20 {
         let mut panel = [0xffu8; 512];
-        let mut x = [[-127i8; 64]; 12];
+        let mut x: Codes = [[[-127; 64], [-128; 64]]; 12];
         if round > 0 {
             panel.fill_with(|| random.bits() as u8);
-            x.as_flattened_mut().fill_with(|| (random.bits() % 255) as i8);
+            x.as_flattened_mut().as_flattened_mut().fill_with(|| (random.bits() % 255) as i8);
         }
         let dot = |lane: usize, x: &[i8; 64]| -> i32 {
             let code = |k: usize| i32::from(panel[64 * (k / 4) + 4 * lane + k % 4]);
@@ -184,8 +191,14 @@ fn group_dots_are_exact() {
                 |k| (code(k) & 15) * i32::from(x[k]) + (code(k) >> 4) * i32::from(x[32 + k]);
             (0..32).map(products).sum()
         };
-        let expected: Vec<[i32; 16]> = (1..=12)
-            .flat_map(|rows| (0..rows).map(|r| std::array::from_fn(|lane| dot(lane, &x[r]))))
+        let joined = |planes: usize, r: usize, lane: usize| {
+            x[r][..planes].iter().fold(0, |sum, plane| 128 * sum + dot(lane, plane))
+        };
+        let expected: Vec<[i32; 16]> = [1, 2]
+            .into_iter()
+            .flat_map(|planes| (1..=12).map(move |rows| (planes, rows)))
+            .flat_map(|(planes, rows)| (0..rows).map(move |r| (planes, r)))
+            .map(|(planes, r)| std::array::from_fn(|lane| joined(planes, r, lane)))
             .collect();
         for isa in Isa::available() {
             assert_eq!(all_dots(isa, &panel, &x), expected, "{isa}");

@@ -156,6 +156,7 @@ fn expert_cases<C: Contract + Into<crate::Op>>(
     let q4 = WeightFormat::Affine { bits: 4 };
     let kinds = [
         ("q4-i8", Kind { format: q4, activation: Activation::I8G64 }),
+        ("q4-i16", Kind { format: q4, activation: Activation::I16G64 }),
         ("q4-f32", Kind { format: q4, activation: Activation::F32 }),
         (
             "bf16-f32",

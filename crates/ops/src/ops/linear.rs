@@ -2,14 +2,14 @@ use super::{expect_f32, expect_weight};
 use crate::case::{Case, CaseBuilder, NO_STATE, Tolerance};
 use crate::op::Contract;
 use crate::plan::{Activation, GROUP, Plan, Rows, ValueId, WeightFormat, WeightId, WeightSpec};
-use crate::quant::{I8Group, WeightRef, quantize_i8};
+use crate::quant::{QuantizedGroup, WeightRef, quantize_group};
 use crate::reference::Reference;
 use crate::tensor::{ElementType, HostTensor};
 
 /// `out = x · Wᵀ`, row by row.
 ///
-/// With [`Activation::I8G64`] the input is quantized first, and the products of a group are an exact
-/// integer: `Σ_g [ s_g · x_g · Σ q·c + b_g · x_g · Σ c ]`.
+/// With [`Activation::I8G64`] and [`Activation::I16G64`] the input is quantized first, and the products
+/// of a group are an exact integer: `Σ_g [ s_g · x_g · Σ q·c + b_g · x_g · Σ c ]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Linear {
     /// `rows × cols`.
@@ -25,14 +25,16 @@ pub struct Linear {
 /// One row of activations as a linear operation takes it.
 pub(crate) enum LinearInput {
     F32(Vec<f32>),
-    I8(Vec<I8Group>),
+    Quantized(Vec<QuantizedGroup>),
 }
 
 impl LinearInput {
     pub(crate) fn new(x: &[f32], activation: Activation) -> Self {
         match activation {
             Activation::F32 => Self::F32(x.to_vec()),
-            Activation::I8G64 => Self::I8(x.chunks(GROUP).map(quantize_i8).collect()),
+            Activation::I8G64 | Activation::I16G64 => Self::Quantized(
+                x.chunks(GROUP).filter_map(|x| quantize_group(x, activation)).collect(),
+            ),
         }
     }
 
@@ -43,7 +45,7 @@ impl LinearInput {
                 let w = w.row(spec, matrix, row);
                 w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>() as f32
             }
-            Self::I8(groups) => {
+            Self::Quantized(groups) => {
                 let mut sum = 0f64;
                 for (g, x) in groups.iter().enumerate() {
                     let (codes, scale, bias) = w.group(spec, matrix, row, g);
@@ -67,8 +69,8 @@ pub(crate) fn check_activation(spec: &WeightSpec, activation: Activation) -> Res
     if quantized && !spec.cols.is_multiple_of(GROUP) {
         return Err(format!("{} has {} inputs, not a multiple of {GROUP}", spec.role, spec.cols));
     }
-    if activation == Activation::I8G64 && spec.format != (WeightFormat::Affine { bits: 4 }) {
-        return Err(format!("{}: int8 activations need 4-bit weights", spec.role));
+    if activation != Activation::F32 && spec.format != (WeightFormat::Affine { bits: 4 }) {
+        return Err(format!("{}: quantized activations need 4-bit weights", spec.role));
     }
     Ok(())
 }
@@ -109,6 +111,7 @@ impl Contract for Linear {
         let q4 = WeightFormat::Affine { bits: 4 };
         let kinds = [
             ("q4-i8", q4, Activation::I8G64),
+            ("q4-i16", q4, Activation::I16G64),
             ("q4-f32", q4, Activation::F32),
             ("q8-f32", WeightFormat::Affine { bits: 8 }, Activation::F32),
             ("bf16-f32", WeightFormat::Dense(ElementType::Bf16), Activation::F32),

@@ -1,13 +1,15 @@
-//! Int8 activations times affine 4-bit weights.
+//! Quantized activations times affine 4-bit weights.
 //!
 //! The words of 16 weight rows are transposed so that a lane is an output row; a word of four
 //! activation codes then meets 16 outputs in one instruction. The nibbles stay packed until use,
 //! which keeps a panel of 2048 columns at 16 KiB. When all activation rows fit one tile, words are
 //! used as soon as they are transposed: even with one row that outruns main memory. Otherwise
 //! some panels are packed into the second-level cache and every tile meets all of them.
+//!
+//! Everything is generic over the number `P` of int8 planes that the activation codes consist of.
 
 use super::{Matrix, PANEL, Task, tiles, with_scratch};
-use crate::kernels::quantize::{GROUP, QuantRows};
+use crate::kernels::quantize::{CodeKind, GROUP, QuantRows};
 use crate::simd::{Isa, Simd};
 use crate::simd_entry;
 
@@ -17,8 +19,11 @@ const PANEL_GROUP_BYTES: usize = GROUP_BYTES + 2 * 4 * PANEL;
 
 /// Most rows of a tile, on any instruction set.
 const MAX_TILE: usize = 12;
+
 /// Tile bytes of one group: the codes, scales and sums of its rows.
-const TILE_GROUP_BYTES: usize = MAX_TILE * (GROUP + 2 * 4);
+const fn tile_group_bytes(planes: usize) -> usize {
+    MAX_TILE * (planes * GROUP + 2 * 4)
+}
 
 /// Panels that are packed together take at most this much, unless one alone takes more.
 const PANELS_BYTES: usize = 192 << 10;
@@ -32,8 +37,9 @@ pub(super) unsafe fn run(isa: Isa, task: &Task<'_>, x: &QuantRows) -> usize {
     let groups = task.matrix.cols / GROUP;
     let panel_bytes = groups * PANEL_GROUP_BYTES;
     let at_once = (PANELS_BYTES / panel_bytes.max(1)).clamp(1, task.panels.len());
-    with_scratch(groups * TILE_GROUP_BYTES + at_once * panel_bytes, |scratch| {
-        let scratch = Scratch { start: scratch, groups, at_once };
+    let planes = x.kind().planes();
+    with_scratch(groups * tile_group_bytes(planes) + at_once * panel_bytes, |scratch| {
+        let scratch = Scratch { start: scratch, groups, planes, at_once };
         // SAFETY: the scratch memory has the size that `Scratch` divides; the rest is the caller's
         // promise.
         unsafe { run_panels(isa, task, x, scratch) }
@@ -45,18 +51,20 @@ pub(super) unsafe fn run(isa: Isa, task: &Task<'_>, x: &QuantRows) -> usize {
 struct Scratch {
     start: *mut u8,
     groups: usize,
+    planes: usize,
     at_once: usize,
 }
 
 impl Scratch {
     fn tile(self) -> Tile {
-        let scales: *mut f32 = self.start.wrapping_add(self.groups * MAX_TILE * GROUP).cast();
+        let code_bytes = self.groups * MAX_TILE * self.planes * GROUP;
+        let scales: *mut f32 = self.start.wrapping_add(code_bytes).cast();
         let sums = scales.wrapping_add(self.groups * MAX_TILE);
         Tile { codes: self.start.cast(), scales, sums }
     }
 
     fn panel(self, index: usize) -> Panel {
-        let before = TILE_GROUP_BYTES + index * PANEL_GROUP_BYTES;
+        let before = tile_group_bytes(self.planes) + index * PANEL_GROUP_BYTES;
         let codes = self.start.wrapping_add(self.groups * before);
         let scales: *mut f32 = codes.wrapping_add(self.groups * GROUP_BYTES).cast();
         let biases = scales.wrapping_add(self.groups * PANEL);
@@ -79,7 +87,7 @@ struct Panel {
 /// Up to 12 rows of activations, group by group, so that the kernel addresses all by one pointer.
 #[derive(Clone, Copy)]
 struct Tile {
-    /// `[group][row][64]`.
+    /// `[group][row][plane][64]`.
     codes: *mut i8,
     /// `[group][row]`.
     scales: *mut f32,
@@ -97,32 +105,46 @@ unsafe fn run_panels_kernel<S: Simd>(task: &Task<'_>, x: &QuantRows, scratch: Sc
     let outputs = task.matrix.rows.min(task.panels.end * PANEL) - task.panels.start * PANEL;
     // SAFETY: the conditions are the same.
     unsafe {
-        if task.rows.len <= S::ROW_TILE {
-            run_few_rows::<S>(task, x, scratch);
-        } else {
-            run_many_rows::<S>(task, x, scratch);
+        match x.kind() {
+            CodeKind::I8 => run_rows::<S, 1>(task, x, scratch),
+            CodeKind::I16 => run_rows::<S, 2>(task, x, scratch),
         }
     }
     outputs * (code_bytes + 2 * scale_bytes)
 }
 
-/// Calls a function with the number of rows as its constant parameter.
+/// # Safety
+/// As for [`run`], with `P` planes.
+#[inline(always)]
+unsafe fn run_rows<S: Simd, const P: usize>(task: &Task<'_>, x: &QuantRows, scratch: Scratch) {
+    // SAFETY: the conditions are the same.
+    unsafe {
+        if task.rows.len <= S::ROW_TILE {
+            run_few_rows::<S, P>(task, x, scratch);
+        } else {
+            run_many_rows::<S, P>(task, x, scratch);
+        }
+    }
+}
+
+/// Calls a function with the numbers of planes and rows as its constant parameters;
+/// tiles that the instruction set does not use are not compiled.
 macro_rules! with_rows {
     ($rows:expr, $function:ident($($arg:expr),*)) => {
         match $rows {
-            1 => $function::<S, 1>($($arg),*),
-            2 => $function::<S, 2>($($arg),*),
-            3 => $function::<S, 3>($($arg),*),
-            4 => $function::<S, 4>($($arg),*),
-            5 => $function::<S, 5>($($arg),*),
-            6 => $function::<S, 6>($($arg),*),
-            7 => $function::<S, 7>($($arg),*),
-            8 => $function::<S, 8>($($arg),*),
-            9 => $function::<S, 9>($($arg),*),
-            10 => $function::<S, 10>($($arg),*),
-            11 => $function::<S, 11>($($arg),*),
-            12 => $function::<S, 12>($($arg),*),
-            _ => unreachable!("a tile has 1 to {MAX_TILE} rows"),
+            1 => $function::<S, P, 1>($($arg),*),
+            2 => $function::<S, P, 2>($($arg),*),
+            3 => $function::<S, P, 3>($($arg),*),
+            4 => $function::<S, P, 4>($($arg),*),
+            5 if const { S::ROW_TILE >= 5 } => $function::<S, P, 5>($($arg),*),
+            6 if const { S::ROW_TILE >= 6 } => $function::<S, P, 6>($($arg),*),
+            7 if const { S::ROW_TILE >= 7 } => $function::<S, P, 7>($($arg),*),
+            8 if const { S::ROW_TILE >= 8 } => $function::<S, P, 8>($($arg),*),
+            9 if const { S::ROW_TILE >= 9 } => $function::<S, P, 9>($($arg),*),
+            10 if const { S::ROW_TILE >= 10 } => $function::<S, P, 10>($($arg),*),
+            11 if const { S::ROW_TILE >= 11 } => $function::<S, P, 11>($($arg),*),
+            12 if const { S::ROW_TILE >= 12 } => $function::<S, P, 12>($($arg),*),
+            _ => unreachable!("a tile has 1 to {} rows", S::ROW_TILE),
         }
     };
 }
@@ -133,7 +155,7 @@ macro_rules! with_rows {
 /// # Safety
 /// As for [`run`].
 #[inline(always)]
-unsafe fn run_few_rows<S: Simd>(task: &Task<'_>, x: &QuantRows, scratch: Scratch) {
+unsafe fn run_few_rows<S: Simd, const P: usize>(task: &Task<'_>, x: &QuantRows, scratch: Scratch) {
     // SAFETY: the same conditions; the tile is gathered before it is used.
     unsafe {
         with_rows!(task.rows.len, gather_tile(task, x, scratch, 0));
@@ -151,7 +173,7 @@ unsafe fn run_few_rows<S: Simd>(task: &Task<'_>, x: &QuantRows, scratch: Scratch
 /// # Safety
 /// As for [`run`].
 #[inline(always)]
-unsafe fn run_many_rows<S: Simd>(task: &Task<'_>, x: &QuantRows, scratch: Scratch) {
+unsafe fn run_many_rows<S: Simd, const P: usize>(task: &Task<'_>, x: &QuantRows, scratch: Scratch) {
     for start in task.panels.clone().step_by(scratch.at_once) {
         let chunk = start..task.panels.end.min(start + scratch.at_once);
         // SAFETY: the same conditions; tiles and panels are filled before they are used.
@@ -270,7 +292,7 @@ unsafe fn pack_scales<S: Simd>(scales: &[u8], matrix: &Matrix<'_>, index: usize,
 /// # Safety
 /// The rows exist, and the scratch memory has the groups of `x`.
 #[inline(always)]
-unsafe fn gather_tile<S: Simd, const R: usize>(
+unsafe fn gather_tile<S: Simd, const P: usize, const R: usize>(
     task: &Task<'_>,
     x: &QuantRows,
     scratch: Scratch,
@@ -284,8 +306,10 @@ unsafe fn gather_tile<S: Simd, const R: usize>(
             let at = group * R + r;
             // SAFETY: `at` is below the room for 12 rows of every group.
             unsafe {
-                let codes = S::load_i32(codes.add(GROUP * group).cast());
-                S::store_i32(tile.codes.add(GROUP * at).cast(), codes);
+                for p in 0..P {
+                    let codes = S::load_i32(codes.add(GROUP * (group * P + p)).cast());
+                    S::store_i32(tile.codes.add(GROUP * (at * P + p)).cast(), codes);
+                }
                 *tile.scales.add(at) = scales[group];
                 *tile.sums.add(at) = sums[group];
             }
@@ -298,7 +322,7 @@ unsafe fn gather_tile<S: Simd, const R: usize>(
 /// # Safety
 /// `codes` are the packed nibbles of the group; the tile and the panel's scales are filled.
 #[inline(always)]
-unsafe fn add_group<S: Simd, const R: usize>(
+unsafe fn add_group<S: Simd, const P: usize, const R: usize>(
     acc: &mut [S::F32; R],
     tile: Tile,
     panel: Panel,
@@ -309,9 +333,9 @@ unsafe fn add_group<S: Simd, const R: usize>(
     unsafe {
         let mut x = [std::ptr::null(); R];
         for (r, x) in x.iter_mut().enumerate() {
-            *x = tile.codes.add(GROUP * (group * R + r)).cast_const();
+            *x = tile.codes.add(P * GROUP * (group * R + r)).cast_const();
         }
-        let dots = S::group_dots(codes, &x);
+        let dots = S::group_dots::<P, R>(codes, &x);
         let scale = S::load(panel.scales.add(PANEL * group));
         let bias = S::load(panel.biases.add(PANEL * group));
         for r in 0..R {
@@ -354,7 +378,7 @@ unsafe fn store_results<S: Simd, const R: usize>(
 /// # Safety
 /// As for [`run`]; tile and panel are filled.
 #[inline(always)]
-unsafe fn run_tile<S: Simd, const R: usize>(
+unsafe fn run_tile<S: Simd, const P: usize, const R: usize>(
     task: &Task<'_>,
     tile: Tile,
     panel: Panel,
@@ -366,7 +390,7 @@ unsafe fn run_tile<S: Simd, const R: usize>(
         let mut acc = [S::splat(0.0); R];
         for group in 0..panel.groups {
             let codes = panel.codes.add(GROUP_BYTES * group);
-            add_group::<S, R>(&mut acc, tile, panel, codes, group);
+            add_group::<S, P, R>(&mut acc, tile, panel, codes, group);
         }
         store_results::<S, R>(task, acc, start, index);
     }
@@ -377,7 +401,7 @@ unsafe fn run_tile<S: Simd, const R: usize>(
 /// # Safety
 /// As for [`run`]; the tile and the panel's scales are filled.
 #[inline(always)]
-unsafe fn stream_panel<S: Simd, const R: usize>(
+unsafe fn stream_panel<S: Simd, const P: usize, const R: usize>(
     task: &Task<'_>,
     tile: Tile,
     panel: Panel,
@@ -397,7 +421,7 @@ unsafe fn stream_panel<S: Simd, const R: usize>(
             }
             for half in 0..bytes / (GROUP / 2) {
                 let codes = panel.codes.add(GROUP_BYTES * half);
-                add_group::<S, R>(&mut acc, tile, panel, codes, start / (GROUP / 2) + half);
+                add_group::<S, P, R>(&mut acc, tile, panel, codes, start / (GROUP / 2) + half);
             }
         }
         store_results::<S, R>(task, acc, 0, index);

@@ -1,7 +1,7 @@
 //! `y = x Wᵀ` for dense matrices and for stacks of experts.
 //!
-//! Two families: int8 activations with 4-bit weights ([`int4`]), and f32 activations with every
-//! format ([`float`]). Both take a panel of 16 output rows at a time and read its weights once,
+//! Two families: quantized activations with 4-bit weights (`int4`), and f32 activations with every
+//! format (`float`). Both take a panel of 16 output rows at a time and read its weights once,
 //! however many activation rows there are.
 
 mod float;
@@ -122,7 +122,7 @@ impl<'a> WeightView<'a> {
     /// Whether the kernels can multiply this; `quantized` tells the kind of the activations.
     pub fn supported(&self, quantized: bool) -> Result<(), String> {
         if quantized && self.format != WeightFormat::Q4 {
-            return Err(format!("int8 activations need 4-bit weights, not {:?}", self.format));
+            return Err(format!("quantized activations need 4-bit weights, not {:?}", self.format));
         }
         if self.format.is_grouped() && !self.cols.is_multiple_of(GROUP) {
             return Err(format!("{} columns are not whole groups of {GROUP}", self.cols));
@@ -241,7 +241,7 @@ impl RowList<'_> {
 /// Activations.
 #[derive(Clone, Copy, Debug)]
 pub enum Input<'a> {
-    /// Int8 codes, for 4-bit weights.
+    /// Codes, for 4-bit weights.
     Quantized(&'a QuantRows),
     /// f32 rows.
     F32 {

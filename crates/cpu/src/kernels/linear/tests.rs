@@ -1,6 +1,7 @@
 //! Bit-equality with plain loops in the normative order.
 
 use super::*;
+use crate::kernels::quantize::CodeKind;
 
 /// xorshift64*, for reproducible data.
 struct Random(u64);
@@ -188,7 +189,8 @@ impl Weights {
 struct Activations {
     x: Vec<f32>,
     stride: usize,
-    quant: QuantRows,
+    i8: QuantRows,
+    i16: QuantRows,
 }
 
 impl Activations {
@@ -199,18 +201,21 @@ impl Activations {
     }
 
     fn from_rows(x: Vec<f32>, stride: usize, rows: usize, cols: usize) -> Self {
-        let mut quant = QuantRows::new();
-        if cols.is_multiple_of(GROUP) {
-            quant.quantize(&Pool::new(1), Isa::detect(), &x, stride, rows, cols);
-        }
-        Self { x, stride, quant }
+        let [i8, i16] = [CodeKind::I8, CodeKind::I16].map(|kind| {
+            let mut quant = QuantRows::new();
+            if cols.is_multiple_of(GROUP) {
+                quant.quantize(&Pool::new(1), Isa::detect(), kind, &x, stride, [rows, cols]);
+            }
+            quant
+        });
+        Self { x, stride, i8, i16 }
     }
 
-    fn input(&self, quantized: bool) -> Input<'_> {
-        if quantized {
-            Input::Quantized(&self.quant)
-        } else {
-            Input::F32 { x: &self.x, stride: self.stride }
+    fn input(&self, kind: Option<CodeKind>) -> Input<'_> {
+        match kind {
+            Some(CodeKind::I8) => Input::Quantized(&self.i8),
+            Some(CodeKind::I16) => Input::Quantized(&self.i16),
+            None => Input::F32 { x: &self.x, stride: self.stride },
         }
     }
 }
@@ -219,7 +224,13 @@ const UNTOUCHED: f32 = -77.5;
 const COLUMN: usize = 2;
 
 /// Runs every instruction set and thread count against the plain loops, and checks the byte count.
-fn check(weights: &Weights, x: &Activations, quantized: bool, rows: Rows<'_>, y_rows: usize) {
+fn check(
+    weights: &Weights,
+    x: &Activations,
+    kind: Option<CodeKind>,
+    rows: Rows<'_>,
+    y_rows: usize,
+) {
     let stride = COLUMN + weights.rows + 1;
     let mut expected = vec![UNTOUCHED; y_rows * stride];
     let mut bytes_expected = 0;
@@ -230,10 +241,11 @@ fn check(weights: &Weights, x: &Activations, quantized: bool, rows: Rows<'_>, y_
         }
         for i in 0..list.len {
             for row in 0..weights.rows {
-                expected[list.y(i) * stride + COLUMN + row] = if quantized {
-                    weights.dot_quantized(matrix, row, &x.quant, list.x(i))
-                } else {
-                    weights.dot_float(matrix, row, &x.x[list.x(i) * x.stride..])
+                expected[list.y(i) * stride + COLUMN + row] = match x.input(kind) {
+                    Input::Quantized(quant) => weights.dot_quantized(matrix, row, quant, list.x(i)),
+                    Input::F32 { x, stride } => {
+                        weights.dot_float(matrix, row, &x[list.x(i) * stride..])
+                    }
                 };
             }
         }
@@ -247,7 +259,7 @@ fn check(weights: &Weights, x: &Activations, quantized: bool, rows: Rows<'_>, y_
                 linear(
                     &pools[threads - 1],
                     isa,
-                    x.input(quantized),
+                    x.input(kind),
                     &weights.view(),
                     rows,
                     output,
@@ -258,7 +270,7 @@ fn check(weights: &Weights, x: &Activations, quantized: bool, rows: Rows<'_>, y_
                 let equal = y.to_bits() == expected.to_bits() || y.is_nan() && expected.is_nan();
                 assert!(
                     equal,
-                    "{isa}, {threads} threads, {:?} {}x{}, row {} column {}: {y} and not {expected}",
+                    "{isa}, {threads} threads, {kind:?} x {:?} {}x{}, row {} column {}: {y} and not {expected}",
                     weights.format,
                     weights.rows,
                     weights.cols,
@@ -275,21 +287,18 @@ thread_local! {
     static POOLS: [Pool; 3] = [Pool::new(1), Pool::new(2), Pool::new(3)];
 }
 
-const FAMILIES: [(bool, WeightFormat); 5] = [
-    (true, WeightFormat::Q4),
-    (false, WeightFormat::Q4),
-    (false, WeightFormat::Q8),
-    (false, WeightFormat::Bf16),
-    (false, WeightFormat::F32),
+type Family = (Option<CodeKind>, WeightFormat);
+
+const FAMILIES: [Family; 6] = [
+    (Some(CodeKind::I8), WeightFormat::Q4),
+    (Some(CodeKind::I16), WeightFormat::Q4),
+    (None, WeightFormat::Q4),
+    (None, WeightFormat::Q8),
+    (None, WeightFormat::Bf16),
+    (None, WeightFormat::F32),
 ];
 
-fn check_dense(
-    random: &mut Random,
-    family: (bool, WeightFormat),
-    rows: usize,
-    outputs: usize,
-    cols: usize,
-) {
+fn check_dense(random: &mut Random, family: Family, rows: usize, outputs: usize, cols: usize) {
     let weights = Weights::new(random, family.1, 1, outputs, cols);
     let x = Activations::new(random, rows, cols);
     check(&weights, &x, family.0, Rows::Dense(rows), rows);
@@ -317,6 +326,21 @@ fn every_width() {
     }
 }
 
+/// The largest sums: all codes ±16256, all weights 15.
+#[test]
+fn extreme_codes_stay_exact() {
+    let mut random = Random(11);
+    let mut weights = Weights::new(&mut random, WeightFormat::Q4, 1, 18, 128);
+    weights.parts[0].fill(0xff);
+    for rows in [1, 5, 14] {
+        let sign = |i: usize| if (i / 128).is_multiple_of(2) { 1.5 } else { -1.5 };
+        let x = Activations::from_rows((0..rows * 128).map(sign).collect(), 128, rows, 128);
+        for kind in [CodeKind::I8, CodeKind::I16] {
+            check(&weights, &x, Some(kind), Rows::Dense(rows), rows);
+        }
+    }
+}
+
 #[test]
 fn every_number_of_outputs() {
     let mut random = Random(3);
@@ -334,7 +358,7 @@ fn dense_widths_that_are_no_multiple_of_the_lanes() {
     let mut random = Random(4);
     for format in [WeightFormat::Bf16, WeightFormat::F32] {
         for cols in [1, 7, 15, 17, 100] {
-            check_dense(&mut random, (false, format), 3, 19, cols);
+            check_dense(&mut random, (None, format), 3, 19, cols);
         }
     }
 }
@@ -401,8 +425,8 @@ fn a_slice_of_fused_experts() {
     };
     let groups = [RowGroup { matrix: 2, rows: 0..2 }, RowGroup { matrix: 0, rows: 2..3 }];
     let rows = Rows::Routed { groups: &groups, x_rows: &[0, 1, 1], y_rows: &[2, 0, 1] };
-    for quantized in [true, false] {
-        check(&up, &x, quantized, rows, 3);
+    for kind in [Some(CodeKind::I8), Some(CodeKind::I16), None] {
+        check(&up, &x, kind, rows, 3);
     }
     assert_eq!(up.code(2, 3, 9), halves.code(5, 3, 9));
 }
@@ -419,7 +443,7 @@ fn four_rows_read_the_weights_once() {
         linear(
             &Pool::new(2),
             Isa::detect(),
-            x.input(true),
+            x.input(Some(CodeKind::I16)),
             &weights.view(),
             Rows::Dense(rows),
             output,
@@ -481,7 +505,7 @@ fn results_must_not_collide() {
     let x = Activations::new(&mut random, 2, 64);
     let groups = [RowGroup { matrix: 0, rows: 0..2 }, RowGroup { matrix: 1, rows: 1..2 }];
     let rows = Rows::Routed { groups: &groups, x_rows: &[0, 1], y_rows: &[0, 1] };
-    check(&weights, &x, true, rows, 2);
+    check(&weights, &x, Some(CodeKind::I8), rows, 2);
 }
 
 #[test]
@@ -495,7 +519,8 @@ fn row_indices_are_checked() {
     let output = Output { y: &mut y, stride: 16, column: 0 };
     let rows = Rows::Routed { groups: &groups, x_rows: &[3], y_rows: &[0] };
     let bytes = AtomicU64::new(0);
-    linear(&Pool::new(1), Isa::detect(), x.input(true), &weights.view(), rows, output, &bytes);
+    let input = x.input(Some(CodeKind::I8));
+    linear(&Pool::new(1), Isa::detect(), input, &weights.view(), rows, output, &bytes);
 }
 
 #[test]
