@@ -5,6 +5,7 @@ use lily_ops::{Op, Plan, ValueId};
 
 use super::shapes::{attention_shape, code_kind, is_vector};
 use crate::kernels::attention::AttentionScratch;
+use crate::kernels::linear::scratch_bytes;
 use crate::kernels::quantize::GROUP;
 
 /// The operand that a kernel overwrites with its result.
@@ -79,10 +80,9 @@ impl WorkSpace {
     }
 }
 
-/// Bytes that each thread keeps for panels of weights: 16 rows of the widest matrix, unpacked.
-fn panel_bytes(plan: &Plan) -> u64 {
-    let widest = plan.weights.iter().map(|w| w.cols).max().unwrap_or(0);
-    (16 * widest * 4) as u64
+/// Bytes that each thread keeps for the widest matrix.
+fn thread_bytes(plan: &Plan) -> u64 {
+    plan.weights.iter().map(|w| scratch_bytes(w.cols) as u64).max().unwrap_or(0)
 }
 
 /// Bytes that [`prepare`](lily_device::Device::prepare) allocates, and what grows while steps run.
@@ -98,7 +98,7 @@ pub(crate) fn memory_need(plan: &Plan, limits: &Limits, threads: usize) -> Memor
         scratch: layout(plan, limits).bytes()
             + WorkSpace::new(plan, limits).bytes()
             + attention
-            + threads as u64 * panel_bytes(plan)
+            + threads as u64 * thread_bytes(plan)
             + held as u64,
         weights: vectors.sum::<usize>() as u64,
     }

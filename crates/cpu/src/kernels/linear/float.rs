@@ -8,15 +8,19 @@ use crate::kernels::quantize::GROUP;
 use crate::simd::{Isa, LANES, Simd};
 use crate::simd_entry;
 
+/// Scratch bytes of a task over matrices of `cols` columns.
+pub(super) fn scratch_bytes(cols: usize) -> usize {
+    4 * PANEL * cols.next_multiple_of(LANES)
+}
+
 /// Runs a task and returns the weight bytes that it read.
 ///
 /// # Safety
 /// Row indices are in range of `x` (rows `stride` apart) and of the output, and nothing else uses
 /// the results' places.
 pub(super) unsafe fn run(isa: Isa, task: &Task<'_>, x: &[f32], stride: usize) -> usize {
-    let width = task.matrix.cols.next_multiple_of(LANES);
-    with_scratch(4 * PANEL * width, |scratch| {
-        // SAFETY: the scratch memory holds 16 rows of `width`; the rest is the caller's promise.
+    with_scratch(scratch_bytes(task.matrix.cols), |scratch| {
+        // SAFETY: the scratch memory holds 16 rows; the rest is the caller's promise.
         unsafe { run_panels(isa, task, x, stride, scratch.cast()) }
     })
 }

@@ -28,6 +28,12 @@ const fn tile_group_bytes(planes: usize) -> usize {
 /// Panels that are packed together take at most this much, unless one alone takes more.
 const PANELS_BYTES: usize = 192 << 10;
 
+/// Most scratch bytes of a task over matrices of `cols` columns.
+pub(super) fn scratch_bytes(cols: usize) -> usize {
+    let groups = cols / GROUP;
+    groups * tile_group_bytes(2) + PANELS_BYTES.max(groups * PANEL_GROUP_BYTES)
+}
+
 /// Runs a task and returns the weight bytes that it read.
 ///
 /// # Safety

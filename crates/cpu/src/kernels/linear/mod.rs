@@ -423,6 +423,11 @@ fn panels_per_task(panels: usize, rows: Rows<'_>, threads: usize) -> usize {
     (total * panels / (threads * TASKS_PER_THREAD * largest)).clamp(1, panels.max(1))
 }
 
+/// Most scratch memory that a thread keeps for matrices of `cols` columns, in bytes.
+pub fn scratch_bytes(cols: usize) -> usize {
+    int4::scratch_bytes(cols).max(float::scratch_bytes(cols))
+}
+
 /// Scratch memory of the current thread, aligned for vectors and of at least `bytes` bytes.
 fn with_scratch<T>(bytes: usize, f: impl FnOnce(*mut u8) -> T) -> T {
     #[derive(Clone, Copy)]
