@@ -13,6 +13,7 @@ use lily_device::{
 };
 use lily_model::Precision;
 use lily_ops::sample::{SampleParams, TokenMask};
+use lily_ops::{Op, Plan};
 
 fn device() -> CpuDevice {
     CpuDevice::new(CpuOptions { threads: Some(2), isa: None })
@@ -205,6 +206,66 @@ fn a_value_that_is_not_finite_names_its_layer() {
     assert_eq!(sampled(&mut *program, 0, tokens(3)), want, "the patches are undone");
 }
 
+/// A neighbour that fails takes nobody with it: its state is poisoned by a snapshot that holds a NaN.
+#[test]
+fn a_failing_segment_leaves_its_batch_mates_alone() {
+    let mut program = fixture(Limits::new(3, 512, 64));
+    let mut serial = fixture(Limits::new(1, 512, 64));
+    let want = [sampled(&mut *serial, 0, tokens(20)), sampled(&mut *serial, 0, Input::LastSampled)];
+    program.run(Step::one(SlotId(0), tokens(5), Output::None)).expect("the step runs");
+    let mut snapshot = program.snapshot(SlotId(0)).expect("usable");
+    snapshot.recurrent[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    program.restore(SlotId(0), &snapshot).expect("the snapshot fits");
+    let step = |input: [Input; 2]| Step {
+        segments: input
+            .into_iter()
+            .enumerate()
+            .map(|(slot, input)| Segment { slot: SlotId(slot as u32), input, output: greedy() })
+            .collect(),
+    };
+    let out = program.run(step([tokens(3), tokens(20)])).expect("one segment has a result");
+    match &out.segments[..] {
+        [SegmentOut::Failed(reason), SegmentOut::Sampled(id)] => {
+            assert!(reason.contains("layer 0"), "{reason}");
+            assert_eq!(*id, want[0]);
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(program.position(SlotId(0)).is_err(), "the slot is poisoned");
+    assert_eq!(program.position(SlotId(1)), Ok(20));
+    assert_eq!(sampled(&mut *program, 1, Input::LastSampled), want[1]);
+}
+
+/// What a step sampled or held is gone with the next step of the slot, whatever that asks for.
+#[test]
+fn the_token_handoff_is_that_of_the_step_before() {
+    let mut program = fixture(Limits::new(1, 512, 32));
+    sampled(&mut *program, 0, tokens(4));
+    program.run(Step::one(SlotId(0), tokens(2), Output::Hold)).expect("the step runs");
+    let stale = refusal(&mut *program, Step::one(SlotId(0), Input::LastSampled, greedy()));
+    assert!(matches!(stale, Refusal::Invalid(_)), "{stale:?}");
+    program.run(Step::one(SlotId(0), tokens(2), Output::None)).expect("the step runs");
+    assert!(program.sample(SlotId(0), &SampleParams::GREEDY).is_err(), "the logits are stale");
+}
+
+#[test]
+fn a_mask_without_tokens_is_refused_before_the_step() {
+    let mut program = fixture(Limits::new(2, 512, 32));
+    let nothing = SampleParams {
+        mask: Some(Arc::new(TokenMask::new(&[false; 512]))),
+        ..SampleParams::GREEDY
+    };
+    let segments = [greedy(), Output::Sample(nothing)];
+    let segments = segments.into_iter().enumerate().map(|(slot, output)| Segment {
+        slot: SlotId(slot as u32),
+        input: tokens(3),
+        output,
+    });
+    let refused = refusal(&mut *program, Step { segments: segments.collect() });
+    assert!(matches!(&refused, Refusal::Invalid(m) if m.contains("mask")), "{refused:?}");
+    assert_eq!(program.position(SlotId(0)), Ok(0));
+}
+
 #[test]
 fn a_snapshot_of_another_model_is_refused() {
     let mut program = fixture(Limits::new(1, 512, 32));
@@ -221,10 +282,26 @@ fn a_snapshot_of_another_model_is_refused() {
 fn plans_without_a_kernel_are_refused_when_they_are_prepared() {
     let checkpoint = Checkpoint::open(&fixture_path("tiny-a").join("mlx")).expect("opens");
     let model = lily_model::load(&checkpoint, Precision::Standard).expect("the model loads");
+    let prepare = |plan: Plan| {
+        device().prepare(Arc::new(plan), model.weights.clone(), Limits::new(1, 64, 8)).map(|_| ())
+    };
     let mut plan = (*model.plan).clone();
     plan.state.dk = 8;
-    let prepared = device().prepare(Arc::new(plan), model.weights.clone(), Limits::new(1, 64, 8));
-    assert!(matches!(prepared, Err(PrepareError::Invalid(_) | PrepareError::Unsupported { .. })));
+    assert!(matches!(
+        prepare(plan),
+        Err(PrepareError::Invalid(_) | PrepareError::Unsupported { .. })
+    ));
+    // A rotary embedding of its own in one layer.
+    let mut plan = (*model.plan).clone();
+    let last = plan.body.iter_mut().rev().find_map(|n| match &mut n.op {
+        Op::AttentionPrep(op) => Some(op),
+        _ => None,
+    });
+    last.expect("the model has attention").rope.theta = 5e6;
+    let error = prepare(plan).expect_err("one rotary embedding a program");
+    assert!(
+        matches!(&error, PrepareError::Unsupported { operations, .. } if operations.contains("rotary"))
+    );
     let few = model.weights[1..].to_vec();
     let prepared = device().prepare(Arc::clone(&model.plan), few, Limits::new(1, 64, 8));
     assert!(matches!(prepared, Err(PrepareError::Invalid(_))));

@@ -66,7 +66,7 @@ impl Device for CpuDevice {
             )));
         }
         self.refuse_unsupported(&plan)?;
-        let executor = Executor::new(Arc::clone(&self.pool), self.isa, plan, weights, limits);
+        let executor = Executor::new(Arc::clone(&self.pool), self.isa, plan, weights, limits)?;
         Ok(Box::new(CpuProgram::new(executor)))
     }
 
@@ -78,7 +78,7 @@ impl Device for CpuDevice {
             Limits::new(case.slots.len(), longest + case.tokens.len(), case.tokens.len());
         limits.outputs = case.output_rows.len().max(1);
         let plan = Arc::new(case.plan.clone());
-        let executor = Executor::new(Arc::clone(&self.pool), self.isa, plan, weights, limits);
+        let executor = Executor::new(Arc::clone(&self.pool), self.isa, plan, weights, limits)?;
         Ok(CpuProgram::new(executor).evaluate(case))
     }
 }

@@ -178,8 +178,8 @@ impl std::fmt::Debug for Pool {
 impl Pool {
     /// A pool of `threads` threads (at least one), the caller of [`run`](Self::run) included.
     ///
-    /// # Panics
-    /// The system refuses to start a thread.
+    /// Where the system refuses to start more threads (a limit on processes or memory), the pool has as many
+    /// as were started: [`threads`](Self::threads) tells.
     pub fn new(threads: usize) -> Self {
         fn nothing(_task: usize, _worker: usize) {}
         let shared = Arc::new(Shared {
@@ -197,9 +197,9 @@ impl Pool {
         let handles = (1..threads).map(|worker| {
             let shared = Arc::clone(&shared);
             let builder = thread::Builder::new().name(format!("lily-cpu-{worker}"));
-            builder.spawn(move || shared.thread_main(worker)).expect("a thread can be started")
+            builder.spawn(move || shared.thread_main(worker))
         });
-        let handles = handles.collect();
+        let handles = handles.map_while(Result::ok).collect();
         Self { shared, handles, turn: Mutex::new(()) }
     }
 
@@ -218,11 +218,11 @@ impl Pool {
     /// With the payload of a task that panics (tasks that have not started are skipped), and when
     /// called from inside a task of a pool.
     pub fn run(&self, tasks: usize, f: &TaskFn<'_>) {
+        assert!(!IN_TASK.get(), "a task must not start tasks");
         if tasks <= 1 || self.handles.is_empty() {
             (0..tasks).for_each(|task| f(task, 0));
             return;
         }
-        assert!(!IN_TASK.get(), "a task must not start tasks");
         let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let shared = &*self.shared;
 

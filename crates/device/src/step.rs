@@ -93,6 +93,9 @@ pub enum SegmentOut {
     Scores(Vec<Score>),
     /// `tokens × vocabulary` logits.
     Logits(Vec<f32>),
+    /// This segment failed, and why; its slot holds no usable state until it is reset or restored. The
+    /// other segments of the step are what they would have been without it.
+    Failed(String),
 }
 
 /// What a step returned: one entry a segment, in order.
@@ -134,7 +137,8 @@ pub enum StepError {
     /// Refused before it ran: nothing changed.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// Failed while it ran: the named slots hold no usable state until they are reset or restored.
+    /// Failed as a whole while it ran: the named slots hold no usable state until they are reset or
+    /// restored. A device that can tell which segments failed returns [`SegmentOut::Failed`] for them instead.
     #[error("the step failed: {reason}; the sessions in it must start again")]
     Failed {
         /// Slots whose state is lost.

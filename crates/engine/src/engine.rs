@@ -158,7 +158,8 @@ impl Engine {
     ///
     /// # Errors
     /// Refusals change nothing: the same work can be built and run again. After
-    /// [`StepFailed`](EngineError::StepFailed) those sessions are poisoned whose state is lost.
+    /// [`StepFailed`](EngineError::StepFailed) those sessions are poisoned whose state is lost. Where only
+    /// some segments failed, their results are [`SegmentOut::Failed`] and the others' are good.
     pub fn step(&mut self, work: Vec<Work<'_>>) -> Result<Vec<SegmentOut>, EngineError> {
         self.reclaim()?;
         for w in &work {
@@ -179,6 +180,9 @@ impl Engine {
             Ok(out) => out.segments,
             Err(error) => return Err(self.failure(error, sessions())),
         };
+        if let Some(error) = self.all_failed(&work, &out) {
+            return Err(self.failure(error, sessions()));
+        }
         if let Some(reason) = unexpected(&work, &out, self.plan.vocab) {
             // The device is not where the session believes it to be: as bad as a failure.
             let slots = work.iter().map(|w| w.session.slot()).collect();
@@ -186,6 +190,10 @@ impl Engine {
         }
         for (w, out) in work.into_iter().zip(&out) {
             let slot = w.session.slot();
+            if let SegmentOut::Failed(reason) = out {
+                self.poisoned.insert(slot, reason.clone());
+                continue;
+            }
             let position = w.session.tokens.len() + w.rows;
             debug_assert_eq!(self.program.position(slot), Ok(position), "slot {}", slot.0);
             let sampled = match out {
@@ -288,6 +296,18 @@ impl Engine {
         }
     }
 
+    /// The error of a step none of whose segments has a result.
+    fn all_failed(&self, work: &[Work<'_>], out: &[SegmentOut]) -> Option<StepError> {
+        let reasons = out.iter().map(|out| match out {
+            SegmentOut::Failed(reason) => Some(reason),
+            _ => None,
+        });
+        let reasons: Option<Vec<&String>> = reasons.collect();
+        let reason = reasons?.first()?.to_string();
+        let slots = work.iter().map(|w| w.session.slot()).collect();
+        Some(StepError::Failed { slots, reason })
+    }
+
     fn alive(&self) -> Result<(), EngineError> {
         match &self.lost {
             Some(reason) => Err(EngineError::DeviceLost(reason.clone())),
@@ -322,6 +342,7 @@ fn unexpected(work: &[Work<'_>], out: &[SegmentOut], vocab: usize) -> Option<Str
         return Some(format!("{} results came for {} segments", out.len(), work.len()));
     }
     let wrong = work.iter().zip(out).find(|(w, out)| match (&w.segment.output, out) {
+        (_, SegmentOut::Failed(_)) => false,
         (Output::None | Output::Hold, SegmentOut::None) => false,
         (Output::Sample(_), SegmentOut::Sampled(token)) => *token as usize >= vocab,
         (Output::Scores(_), SegmentOut::Scores(scores)) => scores.len() != w.rows,

@@ -78,6 +78,14 @@ mod linux {
         let meminfo = read_to_string(proc.join("meminfo")).unwrap_or_default();
         let kib = |name: &str| field(&meminfo, name).map(|k| k * 1024);
         let mut machine = Machine { total: kib("MemTotal:"), available: kib("MemAvailable:") };
+        let limits = read_to_string(proc.join("self/limits")).unwrap_or_default();
+        if let Some(space) = soft_limit(&limits, "Max address space") {
+            lower(&mut machine.total, space);
+            lower(&mut machine.available, space);
+        }
+        if let Some(data) = soft_limit(&limits, "Max data size") {
+            lower(&mut machine.available, data);
+        }
         let membership = read_to_string(proc.join("self/cgroup")).unwrap_or_default();
         for line in membership.lines() {
             let mut parts = line.splitn(3, ':').skip(1);
@@ -93,11 +101,18 @@ mod linux {
         machine
     }
 
+    fn lower(known: &mut Option<u64>, bound: u64) {
+        *known = Some(known.map_or(bound, |k| k.min(bound)));
+    }
+
+    /// A soft limit of the process in bytes, if it has one (`ulimit`).
+    fn soft_limit(limits: &str, name: &str) -> Option<u64> {
+        let line = limits.lines().find_map(|line| line.strip_prefix(name))?;
+        line.split_whitespace().next()?.parse().ok()
+    }
+
     /// Lowers the machine's memory to what the group at `path` and all groups above it allow.
     fn apply(machine: &mut Machine, files: &Controller, root: &Path, path: &str) {
-        let lower = |known: &mut Option<u64>, bound: u64| {
-            *known = Some(known.map_or(bound, |k| k.min(bound)));
-        };
         for group in groups(root, path) {
             let read = |file| read_to_string(group.join(file)).ok();
             // "max" is no limit; version 1 has a huge number instead, which lowers nothing.

@@ -128,6 +128,11 @@ impl AttentionScratch {
         AttentionScratch { buffer: vec![0.0; layout.len * threads + 15], layout }
     }
 
+    /// Bytes that this scratch has taken.
+    pub fn allocated(&self) -> usize {
+        self.buffer.capacity() * size_of::<f32>()
+    }
+
     /// Bytes that [`new`](Self::new) allocates.
     pub fn bytes(shape: &AttentionShape, threads: usize) -> usize {
         (Layout::new(shape.head_dim).len * threads + 15) * size_of::<f32>()

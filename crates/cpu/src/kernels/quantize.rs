@@ -66,6 +66,18 @@ impl QuantRows {
         Self::default()
     }
 
+    /// Makes room for `codes` bytes of codes and `groups` groups.
+    pub fn reserve(&mut self, codes: usize, groups: usize) {
+        self.codes.reserve_exact(codes.div_ceil(GROUP));
+        self.scales.reserve_exact(groups);
+        self.sums.reserve_exact(groups);
+    }
+
+    /// Bytes that the buffer has taken.
+    pub fn allocated(&self) -> usize {
+        self.codes.capacity() * GROUP + (self.scales.capacity() + self.sums.capacity()) * 4
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows

@@ -125,6 +125,17 @@ impl ExpertGroups {
         self.offsets[0] = 0;
     }
 
+    /// Makes room for `routed` rows of `experts` experts.
+    pub fn reserve(&mut self, routed: usize, experts: usize) {
+        self.offsets.reserve_exact(experts + 1);
+        self.routed.reserve_exact(routed);
+    }
+
+    /// Bytes that the lists have taken.
+    pub fn allocated(&self) -> usize {
+        (self.offsets.capacity() + self.routed.capacity()) * size_of::<u32>()
+    }
+
     /// Start of each expert's group in [`routed`](Self::routed), then the total: `experts + 1` entries.
     pub fn offsets(&self) -> &[u32] {
         &self.offsets

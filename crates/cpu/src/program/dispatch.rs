@@ -300,6 +300,10 @@ fn attend(
 
 /// Groups the routed rows by expert: row groups, and the token that each grouped row comes from.
 fn group(c: &Context, work: &mut Work, ids: ValueId, experts: usize) {
+    if work.grouped == Some(ids) {
+        return;
+    }
+    work.grouped = Some(ids);
     let k = c.width(ids) as u32;
     work.groups.build(c.ids(ids), experts);
     let offsets = work.groups.offsets();

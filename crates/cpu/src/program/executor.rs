@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use lily_device::{Limits, MemoryNeed, SlotId, Weight};
+use lily_device::{Limits, MemoryNeed, PrepareError, SlotId, Weight};
 use lily_ops::ops::Rope;
 use lily_ops::{Case, ElementType, HostTensor, Node, Plan, ValueId};
 
@@ -47,6 +47,8 @@ pub(crate) struct RunSegment {
 pub(crate) struct Run {
     tokens: Vec<u32>,
     segments: Vec<RunSegment>,
+    /// Why each segment failed, if it did.
+    failures: Vec<Option<String>>,
 }
 
 impl Run {
@@ -64,7 +66,18 @@ impl Run {
                 pages: live.pages.clone(),
             }
         });
-        Self { segments: segments.collect(), tokens: tokens.concat() }
+        let segments: Vec<RunSegment> = segments.collect();
+        Self { failures: vec![None; segments.len()], segments, tokens: tokens.concat() }
+    }
+
+    /// Why a segment failed.
+    pub fn failure(&self, segment: usize) -> Option<&str> {
+        self.failures[segment].as_deref()
+    }
+
+    /// Notes that a segment failed; the first reason stays.
+    pub fn fail(&mut self, segment: usize, reason: String) {
+        self.failures[segment].get_or_insert(reason);
     }
 
     pub fn segments(&self) -> &[RunSegment] {
@@ -103,6 +116,8 @@ pub(super) struct Work {
     pub next_quantized: usize,
     pub up: Vec<f32>,
     pub groups: ExpertGroups,
+    /// The expert ids that `groups` is made of.
+    pub grouped: Option<ValueId>,
     pub row_groups: Vec<RowGroup>,
     pub routed_tokens: Vec<u32>,
     pub angles: (Vec<f32>, Vec<f32>),
@@ -111,12 +126,38 @@ pub(super) struct Work {
 }
 
 impl Work {
+    /// Buffers with all the room that steps can need, so that none grows past it.
+    fn new(space: &WorkSpace) -> Self {
+        let mut work = Self::default();
+        for q in &mut work.quantized {
+            q.rows.reserve(space.codes, space.groups);
+        }
+        work.up.reserve_exact(space.up);
+        work.groups.reserve(space.routed, space.experts);
+        work.routed_tokens.reserve_exact(space.routed);
+        work.row_groups.reserve_exact(space.experts);
+        work.angles.0.reserve_exact(space.angles);
+        work.angles.1.reserve_exact(space.angles);
+        work
+    }
+
+    /// Bytes that the buffers have taken.
+    fn allocated(&self) -> usize {
+        let quantized: usize = self.quantized.iter().map(|q| q.rows.allocated()).sum();
+        let floats = self.up.capacity() + self.angles.0.capacity() + self.angles.1.capacity();
+        let routed = self.groups.allocated()
+            + self.routed_tokens.capacity() * size_of::<u32>()
+            + self.row_groups.capacity() * size_of::<RowGroup>();
+        quantized + floats * size_of::<f32>() + routed
+    }
+
     /// What the buffers hold belongs to the step before.
     fn begin(&mut self) {
         for q in &mut self.quantized {
             q.value = None;
         }
         self.filled = None;
+        self.grouped = None;
     }
 }
 
@@ -136,7 +177,6 @@ pub(crate) struct Executor {
     pub(super) weight_bytes: Vec<AtomicU64>,
     limits: Limits,
     need: MemoryNeed,
-    most_rows: StepRows,
 }
 
 impl Executor {
@@ -146,7 +186,7 @@ impl Executor {
         plan: Arc<Plan>,
         weights: Vec<Weight>,
         limits: Limits,
-    ) -> Self {
+    ) -> Result<Self, PrepareError> {
         let threads = pool.threads();
         let attention = attention_shape(&plan)
             .map(|(shape, rope)| (shape, rope, AttentionScratch::new(&shape, threads)));
@@ -154,22 +194,21 @@ impl Executor {
             .as_ref()
             .and_then(|(_, rope, _)| *rope)
             .map(|r| (r, RopeTable::new(r.theta, r.dims)));
-        Self {
+        Ok(Self {
             isa,
             vectors: plan.weights.iter().zip(&weights).map(|(s, w)| vector(&plan, s, w)).collect(),
-            values: Values::new(layout(&plan, &limits)),
-            state: State::new(plan.state, &limits),
-            work: Work::default(),
+            values: Values::new(layout(&plan, &limits))?,
+            state: State::new(plan.state, &limits)?,
+            work: Work::new(&WorkSpace::new(&plan, &limits)),
             attention: attention.map(|(shape, _, scratch)| (shape, scratch)),
             rope,
             weight_bytes: weights.iter().map(|_| AtomicU64::new(0)).collect(),
             need: memory_need(&plan, &limits, threads),
-            most_rows: StepRows::default(),
             pool,
             plan,
             weights,
             limits,
-        }
+        })
     }
 
     pub fn plan(&self) -> &Plan {
@@ -200,67 +239,55 @@ impl Executor {
         self.weight_bytes.iter().map(|b| b.load(Ordering::Relaxed)).collect()
     }
 
-    /// Bytes of the arena and of the work space that steps have made use of so far.
+    /// Bytes that the arena and the work space have taken so far: what is allocated, not what is planned.
+    /// The panels that each thread keeps are not counted; the kernels check their bound themselves.
     pub fn scratch_high_water(&self) -> u64 {
-        let used =
-            Limits { rows: self.most_rows.tokens, outputs: self.most_rows.outputs, ..self.limits };
-        self.values.bytes() + WorkSpace::new(&self.plan, &used).bytes()
+        let attention = self.attention.as_ref().map_or(0, |(_, scratch)| scratch.allocated());
+        self.values.bytes() + (self.work.allocated() + attention) as u64
     }
 
-    fn note_rows(&mut self, rows: StepRows) {
-        self.most_rows.tokens = self.most_rows.tokens.max(rows.tokens);
-        self.most_rows.outputs = self.most_rows.outputs.max(rows.outputs);
-    }
-
-    /// Runs the operations on all tokens of a step. The error names the layer whose result is not finite.
-    pub fn body(&mut self, run: &Run) -> Result<(), String> {
+    /// Runs the operations on all tokens of a step. A segment one of whose rows is not finite after a layer
+    /// is marked as failed, with the layer's name.
+    pub fn body(&mut self, run: &mut Run) {
         let rows = StepRows { tokens: run.tokens.len(), outputs: 0 };
-        self.note_rows(rows);
         self.work.begin();
         let plan = Arc::clone(&self.plan);
         for node in &plan.body {
             dispatch::run(self, run, &node.op, rows, &[]);
             if node.ends_layer {
-                self.expect_finite(node, rows)?;
+                self.note_not_finite(run, node, rows);
             }
         }
-        Ok(())
     }
 
-    fn expect_finite(&self, node: &Node, rows: StepRows) -> Result<(), String> {
+    fn note_not_finite(&self, run: &mut Run, node: &Node, rows: StepRows) {
         for id in node.op.writes() {
             // SAFETY: the operation that wrote the value has returned.
             let x = unsafe { self.values.read::<f32>(&self.plan, id, rows) };
-            if !elementwise::all_finite(self.isa, x) {
-                let layer =
-                    node.layer.map_or("outside the layers".into(), |l| format!("layer {l}"));
-                return Err(format!(
-                    "{layer}: {} gave a value that is not finite; `lily inspect --verify` checks the weights",
-                    node.op.name()
-                ));
+            if elementwise::all_finite(self.isa, x) {
+                continue;
+            }
+            let place = node.layer.map_or("outside the layers".into(), |l| format!("layer {l}"));
+            let width = self.plan.value(id).width;
+            for i in 0..run.segments.len() {
+                let RunSegment { first, rows, .. } = run.segments[i];
+                if !elementwise::all_finite(self.isa, &x[first * width..][..rows * width]) {
+                    run.fail(i, not_finite(&place, node.op.name()));
+                }
             }
         }
-        Ok(())
     }
 
     /// Runs the head for some rows of the step that [`body`](Self::body) ran; returns their logits.
-    pub fn head(&mut self, run: &Run, output_rows: &[usize]) -> Result<&mut [f32], String> {
+    pub fn head(&mut self, run: &Run, output_rows: &[usize]) -> &mut [f32] {
         let rows = StepRows { tokens: run.tokens.len(), outputs: output_rows.len() };
-        self.note_rows(rows);
         self.work.begin();
         let plan = Arc::clone(&self.plan);
         for node in &plan.head {
             dispatch::run(self, run, &node.op, rows, output_rows);
         }
         // SAFETY: the head has run, and the borrow of `self` keeps everything else away.
-        let logits = unsafe { self.values.write::<f32>(&self.plan, plan.logits, rows) };
-        match elementwise::all_finite(self.isa, logits) {
-            true => Ok(logits),
-            false => Err(
-                "output head: a logit is not finite; `lily inspect --verify` checks the weights"
-                    .into(),
-            ),
-        }
+        unsafe { self.values.write::<f32>(&self.plan, plan.logits, rows) }
     }
 
     /// Runs the one operation of a case and returns what it wrote.
@@ -288,4 +315,11 @@ impl Executor {
         };
         case.op().writes().into_iter().map(|id| (id, read(id))).collect()
     }
+}
+
+/// Why a value that is not finite ends a segment.
+pub(super) fn not_finite(place: &str, operation: &str) -> String {
+    format!(
+        "{place}: {operation} gave a value that is not finite; `lily inspect --verify` checks the weights"
+    )
 }

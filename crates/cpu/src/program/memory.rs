@@ -5,7 +5,7 @@ use lily_ops::{Op, Plan, ValueId};
 
 use super::shapes::{attention_shape, code_kind, is_vector};
 use crate::kernels::attention::AttentionScratch;
-use crate::kernels::linear::scratch_bytes;
+use crate::kernels::linear::{RowGroup, scratch_bytes};
 use crate::kernels::quantize::GROUP;
 
 /// The operand that a kernel overwrites with its result.
@@ -37,6 +37,8 @@ pub(super) struct WorkSpace {
     pub up: usize,
     /// Rows routed to experts.
     pub routed: usize,
+    /// Experts of a layer.
+    pub experts: usize,
     /// Rotary angles.
     pub angles: usize,
 }
@@ -63,9 +65,11 @@ impl WorkSpace {
                 Op::ExpertsIn(op) => {
                     space.up = space.up.max(count(op.out));
                     space.routed = space.routed.max(count(op.ids));
+                    space.experts = space.experts.max(plan.weight(op.gate).matrices);
                 }
                 Op::AttentionPrep(op) => {
-                    space.angles = space.angles.max(limits.rows * op.rope.dims);
+                    // Cosines and sines of half as many angles.
+                    space.angles = space.angles.max(limits.rows * (op.rope.dims / 2));
                 }
                 _ => {}
             }
@@ -76,7 +80,9 @@ impl WorkSpace {
     /// Bytes, with two quantized inputs held at once.
     pub fn bytes(&self) -> u64 {
         let quantized = 2 * (self.codes + self.groups * 8);
-        (quantized + self.up * 4 + self.routed * 12 + self.angles * 4) as u64
+        let routed =
+            self.routed * 8 + (self.experts + 1) * 4 + self.experts * size_of::<RowGroup>();
+        (quantized + self.up * 4 + routed + self.angles * 8) as u64
     }
 }
 

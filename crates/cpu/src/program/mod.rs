@@ -11,17 +11,17 @@ mod values;
 use std::collections::VecDeque;
 
 use lily_device::{
-    Counters, Input, Limits, MemoryNeed, Output, Program, Refusal, Score, Segment, SegmentOut,
-    SlotId, Snapshot, Step, StepError, StepOut, Ticket,
+    Counters, Input, Limits, MemoryNeed, Output, Program, Refusal, Score, SegmentOut, SlotId,
+    Snapshot, Step, StepError, StepOut, Ticket,
 };
 use lily_ops::sample::{SampleParams, sample};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
 pub(crate) use executor::Executor;
-use executor::{Row, Run};
+use executor::{Row, Run, not_finite};
 pub(crate) use memory::memory_need;
 pub(crate) use shapes::unsupported;
-use slots::Slots;
+use slots::{Slot, Slots};
 
 use crate::kernels::elementwise;
 use crate::simd::Isa;
@@ -93,7 +93,7 @@ impl CpuProgram {
                         list.len()
                     )));
                 }
-                Output::Sample(params) => params.check().map_err(invalid)?,
+                Output::Sample(params) => self.check_params(params)?,
                 _ => {}
             }
             need += slot.pages_needed(list.len());
@@ -113,6 +113,18 @@ impl CpuProgram {
         }
     }
 
+    /// Checks the parameters' ranges, and that their mask leaves a token.
+    fn check_params(&self, params: &SampleParams) -> Result<(), StepError> {
+        let vocab = self.executor.plan().vocab as u32;
+        params.check().map_err(Refusal::Invalid)?;
+        match &params.mask {
+            Some(mask) if !(0..vocab).any(|id| mask.contains(id)) => {
+                Err(Refusal::Invalid("the mask allows no token of the vocabulary".into()).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn execute(&mut self, step: &Step, tokens: Vec<Vec<u32>>) -> Result<StepOut, StepError> {
         self.steps += 1;
         let counts = tokens.iter().map(Vec::len);
@@ -120,56 +132,81 @@ impl CpuProgram {
         for (slot, rows) in ids.iter().zip(counts) {
             self.slots.grow(*slot, rows);
         }
-        let run = Run::new(&self.slots, &ids, &tokens);
-        match self.forward(step, &run) {
-            Ok(segments) => {
-                for (slot, list) in ids.iter().zip(&tokens) {
-                    self.slots.live_mut(*slot).position += list.len();
-                }
-                Ok(StepOut { segments })
+        let mut run = Run::new(&self.slots, &ids, &tokens);
+        let segments = self.forward(step, &mut run);
+        let failed: Vec<SlotId> = ids
+            .iter()
+            .zip(&segments)
+            .filter(|(_, out)| matches!(out, SegmentOut::Failed(_)))
+            .map(|(slot, _)| *slot)
+            .collect();
+        for (slot, list) in ids.iter().zip(&tokens) {
+            let live = self.slots.live_mut(*slot);
+            match failed.contains(slot) {
+                true => live.poisoned = true,
+                false => live.position += list.len(),
             }
-            Err(reason) => {
-                for slot in &ids {
-                    self.slots.live_mut(*slot).poisoned = true;
-                }
-                Err(StepError::Failed { slots: ids, reason })
+        }
+        match segments.first() {
+            Some(SegmentOut::Failed(reason)) if failed.len() == ids.len() => {
+                Err(StepError::Failed { slots: ids, reason: reason.clone() })
             }
+            _ => Ok(StepOut { segments }),
         }
     }
 
-    fn forward(&mut self, step: &Step, run: &Run) -> Result<Vec<SegmentOut>, String> {
-        self.executor.body(run)?;
+    /// Results of all segments. Rows of one segment never change another's, so one that fails takes no
+    /// other with it.
+    fn forward(&mut self, step: &Step, run: &mut Run) -> Vec<SegmentOut> {
+        self.executor.body(run);
         let vocab = self.executor.plan().vocab;
-        let mut out: Vec<SegmentOut> = step
-            .segments
-            .iter()
-            .map(|s| match &s.output {
-                Output::Scores(_) => SegmentOut::Scores(Vec::new()),
-                Output::Logits => SegmentOut::Logits(Vec::new()),
-                _ => SegmentOut::None,
-            })
-            .collect();
+        let isa = self.executor.isa();
+        for segment in &step.segments {
+            // What an earlier step sampled or held belongs to that step.
+            let live = self.slots.live_mut(segment.slot);
+            live.last_sampled = None;
+            live.holds = false;
+        }
+        let mut out: Vec<SegmentOut> =
+            step.segments.iter().map(|s| empty_result(&s.output)).collect();
         let mut wanted: Vec<Row> = Vec::new();
         for (segment, rows) in step.segments.iter().zip(run.segments()) {
             let index = rows.index;
-            wanted.extend(segment.output.rows(rows.rows).map(|row| Row { segment: index, row }));
+            if run.failure(index).is_none() {
+                let rows = segment.output.rows(rows.rows);
+                wanted.extend(rows.map(|row| Row { segment: index, row }));
+            }
         }
-        let isa = self.executor.isa();
         for tile in wanted.chunks(self.executor.limits().outputs) {
             let rows: Vec<usize> = tile.iter().map(|r| run.step_row(*r)).collect();
-            let logits = self.executor.head(run, &rows)?;
+            let logits = self.executor.head(run, &rows);
             for (at, logits) in tile.iter().zip(logits.chunks_mut(vocab)) {
                 let segment = &step.segments[at.segment];
-                let taken = take(&mut self.slots, isa, segment, at.row, logits)?;
-                match (taken, &mut out[at.segment]) {
-                    (Taken::Token(id), slot) => *slot = SegmentOut::Sampled(id),
-                    (Taken::Score(score), SegmentOut::Scores(list)) => list.push(score),
-                    (Taken::Logits, SegmentOut::Logits(list)) => list.extend_from_slice(logits),
-                    _ => {}
+                let result = match elementwise::all_finite(isa, logits) {
+                    true => {
+                        let out = &mut out[at.segment];
+                        take(
+                            self.slots.live_mut(segment.slot),
+                            isa,
+                            &segment.output,
+                            at.row,
+                            logits,
+                            out,
+                        )
+                    }
+                    false => Err(not_finite("the output head", "linear")),
+                };
+                if let Err(reason) = result {
+                    run.fail(at.segment, reason);
                 }
             }
         }
-        Ok(out)
+        for (index, out) in out.iter_mut().enumerate() {
+            if let Some(reason) = run.failure(index) {
+                *out = SegmentOut::Failed(reason.to_string());
+            }
+        }
+        out
     }
 
     /// Runs the one operation of a case.
@@ -215,46 +252,48 @@ impl CpuProgram {
     }
 }
 
-/// What was done with a row of logits.
-enum Taken {
-    Nothing,
-    Token(u32),
-    Score(Score),
-    Logits,
+/// A segment's result before any row of logits.
+fn empty_result(output: &Output) -> SegmentOut {
+    match output {
+        Output::Scores(_) => SegmentOut::Scores(Vec::new()),
+        Output::Logits => SegmentOut::Logits(Vec::new()),
+        Output::None | Output::Hold | Output::Sample(_) => SegmentOut::None,
+    }
 }
 
 /// Does with one row of logits what its segment asks for.
 fn take(
-    slots: &mut Slots,
+    slot: &mut Slot,
     isa: Isa,
-    segment: &Segment,
+    output: &Output,
     row: usize,
     logits: &mut [f32],
-) -> Result<Taken, String> {
-    match &segment.output {
-        Output::None => Ok(Taken::Nothing),
-        Output::Logits => Ok(Taken::Logits),
-        Output::Scores(targets) => Ok(Taken::Score(score(isa, logits, targets[row]))),
-        Output::Hold => {
-            slots.live_mut(segment.slot).held = Some(logits.to_vec());
-            Ok(Taken::Nothing)
+    out: &mut SegmentOut,
+) -> Result<(), String> {
+    match (output, out) {
+        (Output::Scores(targets), SegmentOut::Scores(list)) => {
+            list.push(score(isa, logits, targets[row]));
         }
-        Output::Sample(params) => choose(slots, segment.slot, params, logits).map(Taken::Token),
+        (Output::Logits, SegmentOut::Logits(all)) => all.extend_from_slice(logits),
+        (Output::Hold, _) => {
+            slot.held.clear();
+            slot.held.extend_from_slice(logits);
+            slot.holds = true;
+        }
+        (Output::Sample(params), out) => {
+            *out = SegmentOut::Sampled(choose(slot, params, logits)?);
+        }
+        _ => {}
     }
+    Ok(())
 }
 
-fn choose(
-    slots: &mut Slots,
-    slot: SlotId,
-    params: &SampleParams,
-    logits: &mut [f32],
-) -> Result<u32, String> {
-    let live = slots.live_mut(slot);
-    let id = sample(logits, params, &live.counts, live.generated)
-        .ok_or("no token may be chosen: the mask allows none, or a logit is NaN")?;
-    live.last_sampled = Some(id);
-    live.generated += 1;
-    *live.counts.entry(id).or_default() += 1;
+fn choose(slot: &mut Slot, params: &SampleParams, logits: &mut [f32]) -> Result<u32, String> {
+    let id = sample(logits, params, &slot.counts, slot.generated)
+        .ok_or("no token may be chosen: the penalties leave none")?;
+    slot.last_sampled = Some(id);
+    slot.generated += 1;
+    *slot.counts.entry(id).or_default() += 1;
     Ok(id)
 }
 
@@ -294,21 +333,17 @@ impl Program for CpuProgram {
     }
 
     fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError> {
-        let invalid = |what: String| StepError::from(Refusal::Invalid(what));
         self.slots.get(slot)?;
-        params.check().map_err(invalid)?;
-        let mut logits = self
-            .slots
-            .live_mut(slot)
-            .held
-            .take()
-            .ok_or_else(|| invalid(format!("slot {} holds no logits", slot.0)))?;
-        let kept = logits.clone();
-        let chosen = choose(&mut self.slots, slot, params, &mut logits);
-        if chosen.is_err() {
-            self.slots.live_mut(slot).held = Some(kept);
+        self.check_params(params)?;
+        let live = self.slots.live_mut(slot);
+        if !live.holds {
+            return Err(Refusal::Invalid(format!("slot {} holds no logits", slot.0)).into());
         }
-        chosen.map_err(invalid)
+        live.holds = false;
+        let mut held = std::mem::take(&mut live.held);
+        let chosen = choose(live, params, &mut held);
+        live.held = held;
+        chosen.map_err(|e| Refusal::Invalid(e).into())
     }
 
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
@@ -369,7 +404,7 @@ impl Program for CpuProgram {
     }
 
     fn scratch_high_water(&self) -> u64 {
-        self.executor.scratch_high_water()
+        self.executor.scratch_high_water() + self.slots.held_bytes()
     }
 
     fn counters(&self) -> Counters {

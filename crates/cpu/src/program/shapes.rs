@@ -126,6 +126,9 @@ pub(super) fn vector(plan: &Plan, spec: &WeightSpec, weight: &Weight) -> Vec<f32
 /// Operations that no kernel takes, each with its types and shapes.
 pub(crate) fn unsupported(plan: &Plan) -> Vec<String> {
     let mut list = Vec::new();
+    if !uniform(plan) {
+        list.push("layers whose heads or rotary embeddings differ".into());
+    }
     for node in plan.nodes() {
         if let Err(reason) = supported(plan, &node.op) {
             let line = format!("{} ({reason})", node.op.name());
@@ -135,6 +138,30 @@ pub(crate) fn unsupported(plan: &Plan) -> Vec<String> {
         }
     }
     list
+}
+
+/// Whether all layers of a kind have the same heads and rotary embedding: a program keeps one of each.
+fn uniform(plan: &Plan) -> bool {
+    fn same<T: PartialEq>(mut values: impl Iterator<Item = T>) -> bool {
+        let first = values.next();
+        values.all(|v| Some(v) == first)
+    }
+    let ops = || plan.nodes().map(|n| &n.op);
+    let ropes = ops().filter_map(|op| match op {
+        Op::AttentionPrep(op) => Some(op.rope),
+        _ => None,
+    });
+    let heads = ops().filter_map(|op| match op {
+        Op::AttentionPrep(op) => Some(op.heads),
+        Op::Attention(op) => Some(op.heads),
+        _ => None,
+    });
+    let key_heads = ops().filter_map(|op| match op {
+        Op::DeltaScan(op) => Some(op.key_heads),
+        Op::QkL2Norm(op) => Some(op.heads),
+        _ => None,
+    });
+    same(ropes) && same(heads) && same(key_heads)
 }
 
 fn supported(plan: &Plan, op: &Op) -> Result<(), String> {

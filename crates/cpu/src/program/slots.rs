@@ -17,8 +17,10 @@ pub(super) struct Slot {
     pub generated: u64,
     /// How often each of them was.
     pub counts: TokenCounts,
-    /// Logits kept for a later choice.
-    pub held: Option<Vec<f32>>,
+    /// Room for the logits of one row, kept for a later choice.
+    pub held: Vec<f32>,
+    /// Whether `held` is that of the last step.
+    pub holds: bool,
     /// A step failed in it: its state is of no use until it is reset or restored.
     pub poisoned: bool,
 }
@@ -45,6 +47,11 @@ impl Slots {
 
     pub fn free_pages(&self) -> usize {
         self.pool.free()
+    }
+
+    /// Bytes of the logits that slots keep room for.
+    pub fn held_bytes(&self) -> u64 {
+        self.slots.iter().map(|s| s.held.capacity() as u64 * 4).sum()
     }
 
     /// A slot that exists and is usable.

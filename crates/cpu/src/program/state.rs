@@ -2,10 +2,11 @@
 
 use bytemuck::Pod;
 use half::bf16;
-use lily_device::{Limits, SlotId, Snapshot};
+use lily_device::{Limits, PrepareError, SlotId, Snapshot};
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::{ElementType, SlotState, StateLayout};
 
+use super::values::zeroed;
 use crate::kernels::StoredElem;
 
 /// Elements of the convolution's state and of the KV pages: bf16, or f32 in precise mode.
@@ -70,14 +71,14 @@ macro_rules! with_cache {
 pub(super) use with_cache;
 
 impl<T: Element> Cache<T> {
-    fn new(layout: &StateLayout, limits: &Limits) -> Self {
-        // Zeroed memory comes from the system untouched: pages cost nothing until they are used.
-        let pages = || vec![T::zeroed(); limits.pages * layout.page_len()];
-        Self {
-            conv: vec![T::zeroed(); limits.slots * layout.recurrent_layers * layout.conv_len()],
-            k: (0..layout.kv_layers).map(|_| pages()).collect(),
-            v: (0..layout.kv_layers).map(|_| pages()).collect(),
-        }
+    fn new(layout: &StateLayout, limits: &Limits) -> Result<Self, PrepareError> {
+        let conv = limits.slots * layout.recurrent_layers * layout.conv_len();
+        let pages = || zeroed("KV cache", limits.pages * layout.page_len());
+        Ok(Self {
+            conv: zeroed("convolution's state", conv)?,
+            k: (0..layout.kv_layers).map(|_| pages()).collect::<Result<_, _>>()?,
+            v: (0..layout.kv_layers).map(|_| pages()).collect::<Result<_, _>>()?,
+        })
     }
 }
 
@@ -101,13 +102,13 @@ fn runs<'a>(
 }
 
 impl State {
-    pub fn new(layout: StateLayout, limits: &Limits) -> Self {
+    pub fn new(layout: StateLayout, limits: &Limits) -> Result<Self, PrepareError> {
         let stored = match layout.cache_element {
-            ElementType::Bf16 => Stored::Bf16(Cache::new(&layout, limits)),
-            _ => Stored::F32(Cache::new(&layout, limits)),
+            ElementType::Bf16 => Stored::Bf16(Cache::new(&layout, limits)?),
+            _ => Stored::F32(Cache::new(&layout, limits)?),
         };
-        let recurrent = vec![0.0; limits.slots * layout.recurrent_layers * layout.recurrent_len()];
-        Self { layout, recurrent, stored }
+        let recurrent = limits.slots * layout.recurrent_layers * layout.recurrent_len();
+        Ok(Self { layout, recurrent: zeroed("recurrent state", recurrent)?, stored })
     }
 
     /// Elements of one slot's recurrent state, and of its convolution state.

@@ -1,11 +1,12 @@
 //! The arena that holds the values between operations.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 
-use lily_device::ScratchLayout;
+use bytemuck::Zeroable;
 use lily_device::arena::ALIGNMENT;
+use lily_device::{PrepareError, ScratchLayout};
 use lily_ops::{Plan, ValueId};
 
 /// Rows of a step: tokens, and rows of logits in the current tile.
@@ -28,13 +29,15 @@ pub(super) struct Values {
 unsafe impl Send for Values {}
 
 impl Values {
-    pub fn new(layout: ScratchLayout) -> Self {
-        let bytes = (layout.bytes() as usize).max(ALIGNMENT as usize);
-        let size = Layout::from_size_align(bytes, ALIGNMENT as usize).expect("a valid layout");
+    pub fn new(layout: ScratchLayout) -> Result<Self, PrepareError> {
+        let bytes = layout.bytes().max(ALIGNMENT);
+        let size = usize::try_from(bytes).ok();
+        let size = size.and_then(|n| Layout::from_size_align(n, ALIGNMENT as usize).ok());
+        let size = size.ok_or_else(|| out_of_memory("scratch", bytes))?;
         // SAFETY: the size is not zero.
         let base = unsafe { alloc_zeroed(size) };
-        let Some(base) = NonNull::new(base) else { handle_alloc_error(size) };
-        Self { base, size, layout, _owned: PhantomData }
+        let base = NonNull::new(base).ok_or_else(|| out_of_memory("scratch", bytes))?;
+        Ok(Self { base, size, layout, _owned: PhantomData })
     }
 
     pub fn bytes(&self) -> u64 {
@@ -79,6 +82,28 @@ impl Values {
         // SAFETY: in bounds, initialized, and the caller has the only reference.
         unsafe { std::slice::from_raw_parts_mut(at, len) }
     }
+}
+
+/// `len` zeroed elements. Zeroed memory comes from the system untouched: it costs nothing until it is used.
+pub(super) fn zeroed<T: Zeroable>(what: &str, len: usize) -> Result<Vec<T>, PrepareError> {
+    let fail = || out_of_memory(what, len as u64 * size_of::<T>() as u64);
+    let layout = Layout::array::<T>(len).map_err(|_| fail())?;
+    if layout.size() == 0 {
+        return Ok(Vec::new());
+    }
+    // SAFETY: the size is not zero.
+    let base = unsafe { alloc_zeroed(layout) }.cast::<T>();
+    if base.is_null() {
+        return Err(fail());
+    }
+    // SAFETY: allocated by the global allocator with the layout of `len` elements, and zero is a value of `T`.
+    Ok(unsafe { Vec::from_raw_parts(base, len, len) })
+}
+
+fn out_of_memory(what: &str, bytes: u64) -> PrepareError {
+    PrepareError::OutOfMemory(format!(
+        "the system refuses {bytes} bytes for the {what}; shorten the context or the chunk, or raise the limit (ulimit)"
+    ))
 }
 
 impl Drop for Values {

@@ -48,6 +48,9 @@ impl Contract for DeltaScan {
         expect_f32(plan, "decay", self.decay, Rows::Tokens, s.heads)?;
         expect_f32(plan, "beta", self.beta, Rows::Tokens, s.heads)?;
         expect_f32(plan, "out", self.out, Rows::Tokens, s.heads * s.dv)?;
+        if width != s.conv_channels {
+            return Err(format!("{width} elements of q, k and v, {} channels", s.conv_channels));
+        }
         if self.layer >= s.recurrent_layers || !s.heads.is_multiple_of(self.key_heads) {
             return Err(format!(
                 "layer {} of {}, {} value heads on {} key heads",

@@ -44,7 +44,9 @@ pub(super) unsafe fn run(isa: Isa, task: &Task<'_>, x: &QuantRows) -> usize {
     let panel_bytes = groups * PANEL_GROUP_BYTES;
     let at_once = (PANELS_BYTES / panel_bytes.max(1)).clamp(1, task.panels.len());
     let planes = x.kind().planes();
-    with_scratch(groups * tile_group_bytes(planes) + at_once * panel_bytes, |scratch| {
+    let bytes = groups * tile_group_bytes(planes) + at_once * panel_bytes;
+    debug_assert!(bytes <= scratch_bytes(task.matrix.cols));
+    with_scratch(bytes, |scratch| {
         let scratch = Scratch { start: scratch, groups, planes, at_once };
         // SAFETY: the scratch memory has the size that `Scratch` divides; the rest is the caller's
         // promise.
