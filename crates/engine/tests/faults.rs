@@ -263,6 +263,33 @@ fn a_batch_mate_survives_a_failure_that_does_not_name_it() {
 }
 
 #[test]
+fn a_failing_segment_poisons_its_session_alone() {
+    let device = FakeDevice::default();
+    let mut engine = device.engine(OPTIONS);
+    let mut a = engine.open_session().unwrap();
+    let mut b = engine.open_session().unwrap();
+    for session in [&mut a, &mut b] {
+        engine.stage(session, &prompt(5)).unwrap();
+    }
+    device.log.lock().unwrap().fail_segment = true;
+    let output = Output::Sample(SampleParams::GREEDY);
+    let work = [&mut a, &mut b].map(|s| s.prefill_segment(8, &output).unwrap());
+    let out = engine.step(work.into()).unwrap();
+    assert!(matches!(&out[0], SegmentOut::Failed(reason) if reason.contains("layer 5")));
+    let first = oracle::answer(&prompt(5), 0, 1)[0];
+    assert_eq!(out[1], SegmentOut::Sampled(first));
+    assert!(matches!(engine.snapshot(&a), Err(EngineError::Poisoned { slot: 0, .. })));
+    assert_eq!((a.tokens().len(), b.tokens().len()), (0, 5));
+    check_answer(&mut engine, &mut a, &prompt(5), "the one that failed");
+    check_answer(&mut engine, &mut b, &prompt(9), "its batch mate");
+    // Alone in its step, it is a failed step.
+    device.log.lock().unwrap().fail_segment = true;
+    let error = answer(&mut engine, &mut a, &prompt(7), 1).unwrap_err();
+    assert!(matches!(error, EngineError::StepFailed { slot: 0, .. }), "{error}");
+    check_answer(&mut engine, &mut a, &prompt(7), "after it");
+}
+
+#[test]
 fn results_that_were_not_asked_for_are_a_failure() {
     let device = FakeDevice::default();
     let mut engine = device.engine(OPTIONS);

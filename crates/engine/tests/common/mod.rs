@@ -95,6 +95,8 @@ pub struct Log {
     pub garble: bool,
     /// The next step fails for the first of its slots only.
     pub fail_first: bool,
+    /// The first segment of the next step fails, the others do not.
+    pub fail_segment: bool,
 }
 
 pub struct FakeProgram {
@@ -184,6 +186,7 @@ impl Program for FakeProgram {
             return Err(StepError::Failed { slots, reason: "not finite in layer 3".into() });
         }
         let garble = std::mem::take(&mut log.garble);
+        let fail_segment = std::mem::take(&mut log.fail_segment);
         drop(log);
 
         let mut out = Vec::new();
@@ -214,6 +217,10 @@ impl Program for FakeProgram {
         }
         if garble {
             out.fill(SegmentOut::None);
+        }
+        if fail_segment {
+            self.slots[step.segments[0].slot.0 as usize].state ^= 0xBAD;
+            out[0] = SegmentOut::Failed("not finite in layer 5".into());
         }
         self.tickets += 1;
         self.done.push((self.tickets, StepOut { segments: out }));
