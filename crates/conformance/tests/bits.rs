@@ -66,6 +66,9 @@ fn bits(out: &SegmentOut) -> Vec<u32> {
 
 /// The baseline is the longest prompt fed whole: since attention and recurrence are causal, the logits of
 /// every shorter prompt are a prefix of it, bit for bit.
+///
+/// A prompt of another length in chunks differs from the longest one only in its last, shorter chunk: that one
+/// is run from a snapshot of the chunks before (a test below holds snapshots to the bit).
 fn check_paths(subject: &Subject, lengths: &[usize], chunks: &[usize]) {
     let vocab = subject.model.config.vocab_size;
     let longest = *lengths.iter().max().expect("a length");
@@ -73,24 +76,41 @@ fn check_paths(subject: &Subject, lengths: &[usize], chunks: &[usize]) {
     let mut runs = 0;
     for isa in Isa::available() {
         for threads in 1..=3 {
-            let mut program = subject.program(isa, threads, 1);
+            let mut program = subject.program(isa, threads, 2);
             let whole = subject.logits(&mut *program, longest, longest);
-            let want = baseline.get_or_insert(whole.clone());
-            assert!(*want == whole, "{}: {isa}, {threads} threads: other bits", subject.name);
-            for &length in lengths {
-                for &chunk in chunks.iter().filter(|c| **c < length) {
-                    let got = subject.logits(&mut *program, length, chunk);
-                    let at = got.iter().zip(&want[..]).position(|(a, b)| a != b);
-                    assert!(
-                        at.is_none() && got.len() == length * vocab,
-                        "{}: {isa}, {threads} threads, {length} tokens in chunks of {chunk}: token {:?} differs",
-                        subject.name,
-                        at.map(|i| i / vocab)
-                    );
-                    runs += 1;
-                }
+            let want = baseline.get_or_insert_with(|| whole.clone());
+            let same = |got: &[u32], from: usize, tokens: usize, what: &str| {
+                let want = &want[from * vocab..][..tokens * vocab];
+                let at = got.iter().zip(want).position(|(a, b)| a != b);
+                assert!(
+                    at.is_none() && got.len() == want.len(),
+                    "{}: {isa}, {threads} threads, {what}: token {:?} differs",
+                    subject.name,
+                    at.map(|i| from + i / vocab)
+                );
+            };
+            same(&whole, 0, longest, "the longest whole");
+            for &length in lengths.iter().filter(|l| **l < longest) {
                 let whole = subject.logits(&mut *program, length, length);
-                assert!(whole[..] == want[..whole.len()], "{}: {length} whole", subject.name);
+                same(&whole, 0, length, "whole");
+                runs += 1;
+            }
+            for &chunk in chunks {
+                program.reset(SLOT).expect("the slot exists");
+                for (i, part) in subject.tokens[..longest].chunks(chunk).enumerate() {
+                    let from = i * chunk;
+                    let last = |l: &&usize| **l > from && **l < from + part.len() && **l > chunk;
+                    for &length in lengths.iter().filter(last) {
+                        let snapshot = program.snapshot(SLOT).expect("usable");
+                        program.restore(SlotId(1), &snapshot).expect("it fits");
+                        let tail = run(&mut *program, SlotId(1), &subject.tokens[from..length]);
+                        let what = format!("{length} tokens in chunks of {chunk}");
+                        same(&tail, from, length - from, &what);
+                        runs += 1;
+                    }
+                    let got = run(&mut *program, SLOT, part);
+                    same(&got, from, part.len(), &format!("chunks of {chunk}"));
+                }
                 runs += 1;
             }
         }
@@ -114,63 +134,95 @@ fn chunks_threads_and_instruction_sets_real_head_sizes() {
     check_paths(&Subject::new("demo", Precision::Standard), &[5, 130], &[1, 64]);
 }
 
-/// Four slots at different places, in steps that mix prefill and decode, against each slot alone.
+/// Four slots at different places, in steps that mix prefill and decode, against each slot alone; on the
+/// portable instruction set too, and with more threads than processors.
 #[test]
 fn batch_mates_change_nothing() {
-    for subject in
-        [Subject::new("tiny-a", Precision::Standard), Subject::new("tiny-c", Precision::Standard)]
-    {
-        let parts: [&[usize]; 4] =
-            [&[65, 1, 1, 1], &[3, 70, 1, 1], &[1, 1, 1, 129], &[7, 1, 30, 2]];
-        let start = |slot: usize| slot * 40;
-        let alone: Vec<Vec<Vec<u32>>> = (0..4)
-            .map(|slot| {
-                let mut program = subject.program(Isa::detect(), 2, 1);
-                let mut at = start(slot);
-                parts[slot]
-                    .iter()
-                    .map(|&n| {
-                        at += n;
-                        run(&mut *program, SLOT, &subject.tokens[at - n..at])
-                    })
-                    .collect()
-            })
-            .collect();
+    for (name, precision) in [
+        ("tiny-a", Precision::Standard),
+        ("tiny-c", Precision::Standard),
+        ("tiny-a", Precision::Precise),
+        ("tiny-c", Precision::Precise),
+    ] {
+        let subject = Subject::new(name, precision);
+        let alone = alone(&subject);
+        let mut program = subject.program(Isa::detect(), 2, 4);
         for count in 1..=4 {
-            let mut program = subject.program(Isa::detect(), 2, 4);
-            let mut at: Vec<usize> = (0..4).map(start).collect();
-            for step in 0..4 {
-                // The slots of a step come in another order each time.
-                let order: Vec<usize> = (0..count).map(|i| (i + step) % count).collect();
-                let segments = order.iter().map(|&slot| {
-                    let n = parts[slot][step];
-                    at[slot] += n;
-                    Segment {
-                        slot: SlotId(slot as u32),
-                        input: Input::Tokens(subject.tokens[at[slot] - n..at[slot]].to_vec()),
-                        output: Output::Logits,
-                    }
-                });
-                let segments = segments.collect();
-                let out = program.run(Step { segments }).expect("the step runs");
-                for (&slot, got) in order.iter().zip(&out.segments) {
-                    assert!(
-                        bits(got) == alone[slot][step],
-                        "{}: slot {slot} of {count}, step {step}",
-                        subject.name
-                    );
-                }
+            check_batch(&subject, &alone, &mut *program, count);
+        }
+        let portable = "portable".parse().expect("every machine has it");
+        check_batch(&subject, &alone, &mut *subject.program(portable, 3, 4), 4);
+    }
+}
+
+/// Tokens that each of four slots takes in each of four steps.
+const PARTS: [[usize; 4]; 4] = [[65, 1, 1, 1], [3, 70, 1, 1], [1, 1, 1, 129], [7, 1, 30, 2]];
+
+/// The place in the subject's tokens where a slot begins.
+fn start(slot: usize) -> usize {
+    slot * 40
+}
+
+/// Logits of each slot and step, each slot in a program of its own.
+fn alone(subject: &Subject) -> Vec<Vec<Vec<u32>>> {
+    let slot = |slot: usize| {
+        let mut program = subject.program(Isa::detect(), 2, 1);
+        let mut at = start(slot);
+        let step = |n: usize| {
+            at += n;
+            run(&mut *program, SLOT, &subject.tokens[at - n..at])
+        };
+        PARTS[slot].into_iter().map(step).collect()
+    };
+    (0..4).map(slot).collect()
+}
+
+/// The first `count` slots in one program.
+fn check_batch(
+    subject: &Subject,
+    alone: &[Vec<Vec<u32>>],
+    program: &mut dyn Program,
+    count: usize,
+) {
+    let mut at: Vec<usize> = (0..4).map(start).collect();
+    for slot in 0..4 {
+        program.reset(SlotId(slot)).expect("the slot exists");
+    }
+    for step in 0..4 {
+        // The slots of a step come in another order each time.
+        let order: Vec<usize> = (0..count).map(|i| (i + step) % count).collect();
+        let segments = order.iter().map(|&slot| {
+            let n = PARTS[slot][step];
+            at[slot] += n;
+            Segment {
+                slot: SlotId(slot as u32),
+                input: Input::Tokens(subject.tokens[at[slot] - n..at[slot]].to_vec()),
+                output: Output::Logits,
             }
+        });
+        let segments = segments.collect();
+        let out = program.run(Step { segments }).expect("the step runs");
+        for (&slot, got) in order.iter().zip(&out.segments) {
+            assert!(
+                bits(got) == alone[slot][step],
+                "{}: slot {slot} of {count}, step {step}",
+                subject.name
+            );
         }
     }
 }
 
 #[test]
 fn a_restored_snapshot_equals_never_having_left() {
-    let subject = Subject::new("tiny-c", Precision::Standard);
+    for precision in [Precision::Standard, Precision::Precise] {
+        check_restores(&Subject::new("tiny-c", precision));
+    }
+}
+
+fn check_restores(subject: &Subject) {
     let mut program = subject.program(Isa::detect(), 2, 2);
+    let whole = subject.logits(&mut *program, 320, 320);
     for cut in [1, 64, 255, 256, 300] {
-        let whole = subject.logits(&mut *program, 320, 320);
         subject.logits(&mut *program, cut, 50);
         let snapshot = program.snapshot(SLOT).expect("the slot is usable");
         // Another timeline passes through the slot, and one more keeps its first pages.
@@ -181,7 +233,7 @@ fn a_restored_snapshot_equals_never_having_left() {
         program.restore(SLOT, &snapshot).expect("the snapshot fits");
         let rest = run(&mut *program, SLOT, &subject.tokens[cut..320]);
         let vocab = subject.model.config.vocab_size;
-        assert!(rest[..] == whole[cut * vocab..], "cut at {cut}");
+        assert!(rest[..] == whole[cut * vocab..], "{}: cut at {cut}", subject.name);
         // The same bytes again: a snapshot of what was restored is the snapshot.
         program.restore(SlotId(1), &snapshot).expect("the snapshot fits");
         assert!(program.snapshot(SlotId(1)).expect("usable") == snapshot);
@@ -191,7 +243,12 @@ fn a_restored_snapshot_equals_never_having_left() {
 
 #[test]
 fn a_sampled_answer_goes_on_after_a_restore() {
-    let subject = Subject::new("tiny-a", Precision::Standard);
+    for precision in [Precision::Standard, Precision::Precise] {
+        check_sampled_answer(&Subject::new("tiny-a", precision));
+    }
+}
+
+fn check_sampled_answer(subject: &Subject) {
     let params = SampleParams {
         temperature: 1.0,
         top_k: 40,
@@ -218,7 +275,7 @@ fn a_sampled_answer_goes_on_after_a_restore() {
     program.restore(SlotId(1), &snapshot.expect("taken")).expect("the snapshot fits");
     let again: Vec<u32> =
         (12..30).map(|_| sample(&mut *program, SlotId(1), Input::LastSampled)).collect();
-    assert_eq!(again, ids[12..]);
+    assert_eq!(again, ids[12..], "{}", subject.name);
 }
 
 /// Decoding four slots in one step reads each dense weight once: as many bytes as one slot does.

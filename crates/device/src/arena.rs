@@ -1,6 +1,6 @@
 //! Scratch memory: where each value of a plan lies, so that values that are never alive together share bytes.
 
-use lily_ops::{Node, Op, Plan, ValueId};
+use lily_ops::{Node, Op, Plan, Rows, ValueId};
 
 /// Every value starts at a multiple of this many bytes.
 pub const ALIGNMENT: u64 = 64;
@@ -19,7 +19,9 @@ impl ScratchLayout {
     /// the same time covers. The head may run several times on one body: what it reads of the body stays.
     ///
     /// `in_place` names the operand that a device's kernel overwrites with its result, if any; where that
-    /// operand is not read again, the result takes its place.
+    /// operand is not read again, nor twice by the same operation, the result takes its place.
+    ///
+    /// Sizes beyond 64 bits stay at the largest number of 64 bits: no budget allows them.
     pub fn new(
         plan: &Plan,
         rows: usize,
@@ -46,17 +48,25 @@ impl ScratchLayout {
 
         let size = |v: usize| {
             let value = &plan.values[v];
-            let bytes = value.rows.count(rows, outputs) * value.width * value.element.size();
-            (bytes as u64).next_multiple_of(ALIGNMENT)
+            let rows = match value.rows {
+                Rows::Tokens => rows as u64,
+                Rows::Routed(k) => (rows as u64).saturating_mul(u64::from(k)),
+                Rows::Outputs => outputs as u64,
+            };
+            let row = (value.width as u64).saturating_mul(value.element.size() as u64);
+            let bytes = rows.saturating_mul(row);
+            bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(u64::MAX)
         };
+        let end = |at: u64, v: usize| at.saturating_add(size(v));
         let mut order: Vec<usize> = (0..count).collect();
         order.sort_by_key(|&v| born[v]);
         // The operand whose place a value takes.
         let mut takes = vec![None; count];
         for (i, node) in nodes.iter().enumerate() {
             if let (Some(operand), [result]) = (in_place(&node.op), &node.op.writes()[..]) {
+                let once = node.op.reads().iter().filter(|v| **v == operand).count() == 1;
                 let operand = operand.0 as usize;
-                if dies[operand] == i && size(operand) == size(result.0 as usize) {
+                if once && dies[operand] == i && size(operand) == size(result.0 as usize) {
                     takes[result.0 as usize] = Some(operand);
                 }
             }
@@ -73,18 +83,18 @@ impl ScratchLayout {
             let mut busy: Vec<(u64, u64)> = placed
                 .iter()
                 .filter(|&&o| born[o] <= dies[v] && born[v] <= dies[o])
-                .map(|&o| (offsets[o], offsets[o] + size(o)))
+                .map(|&o| (offsets[o], end(offsets[o], o)))
                 .collect();
             busy.sort_unstable();
             let mut at = 0;
-            for (start, end) in busy {
-                if at + size(v) <= start {
+            for (start, free) in busy {
+                if end(at, v) <= start {
                     break;
                 }
-                at = at.max(end);
+                at = at.max(free);
             }
             offsets[v] = at;
-            total = total.max(at + size(v));
+            total = total.max(end(at, v));
             placed.push(v);
         }
         Self { offsets, bytes: total }
@@ -142,6 +152,30 @@ mod tests {
         assert_eq!(layout.bytes(), 2 * 32 * 4 * 10);
         assert_ne!(layout.offset(ValueId(0)), layout.offset(ValueId(1)));
         assert_eq!(layout.offset(ValueId(1)), layout.offset(ValueId(50)));
+    }
+
+    /// `x + x` reads `x` twice: a kernel that writes over one operand would read the sum as the other.
+    #[test]
+    fn an_operand_read_twice_by_its_operation_keeps_its_place() {
+        let mut plan = chain(2);
+        plan.body[1].op = Add { a: ValueId(1), b: ValueId(1), out: ValueId(2) }.into();
+        let first = |op: &Op| op.reads().first().copied();
+        let layout = ScratchLayout::new(&plan, 10, 10, first);
+        assert_ne!(layout.offset(ValueId(1)), layout.offset(ValueId(2)));
+        // Read once by the operation and never after it, it gives its place away.
+        plan.body[1].op = Add { a: ValueId(1), b: ValueId(0), out: ValueId(2) }.into();
+        let layout = ScratchLayout::new(&plan, 10, 10, first);
+        assert_eq!(layout.offset(ValueId(1)), layout.offset(ValueId(2)));
+    }
+
+    #[test]
+    fn absurd_sizes_saturate() {
+        for (rows, outputs) in
+            [(usize::MAX, 1), (1, usize::MAX), (usize::MAX / 130, usize::MAX / 64)]
+        {
+            assert!(ScratchLayout::new(&chain(5), rows, outputs, none).bytes() > u64::MAX / 4);
+        }
+        assert_eq!(ScratchLayout::new(&chain(5), usize::MAX, 1, none).bytes(), u64::MAX);
     }
 
     #[test]

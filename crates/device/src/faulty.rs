@@ -1,43 +1,74 @@
-//! A program that fails on purpose, so that engines and schedulers can be tested with every kind of failure.
+//! Devices and programs that fail on purpose, so that engines and schedulers can be tested with every kind of
+//! failure.
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use lily_ops::sample::SampleParams;
-use lily_ops::{Plan, SlotState};
+use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
-use crate::program::{Counters, Limits, MemoryNeed, Program, Snapshot};
+use crate::program::{Counters, Device, Limits, MemoryNeed, PrepareError, Program, Snapshot};
 use crate::step::{Refusal, SlotId, Step, StepError, StepOut, Ticket};
+use crate::weights::Weight;
 
 /// A failure to inject.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The step is refused; nothing changes.
+    /// The call is refused; nothing changes. (A refused [`Wait`](Call::Wait) has used up its ticket.)
     Refuse,
-    /// The step runs and is reported as failed; its slots are poisoned until reset or restored.
+    /// The call does its work and is reported as failed; its slots are poisoned until reset or restored. A
+    /// failed [`Submit`](Call::Submit) is reported by the wait for its ticket.
     Fail,
-    /// The device is lost: this step and everything after it fails.
+    /// The device is lost: this call and everything after it fails.
     Lose,
 }
 
-/// Wraps a program and injects faults at chosen steps.
+/// The kinds of calls that faults can be injected in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Call {
+    /// [`Program::submit`].
+    Submit,
+    /// [`Program::wait`].
+    Wait,
+    /// [`Program::sample`].
+    Sample,
+    /// [`Program::snapshot`].
+    Snapshot,
+    /// [`Program::restore`].
+    Restore,
+    /// [`Program::reset`].
+    Reset,
+}
+
+/// Which calls of a program fail: the kind, which of its kind (counted from 0), and how.
+pub type Schedule = Vec<(Call, u64, Fault)>;
+
+/// Wraps a program and injects faults at chosen calls.
 pub struct FaultyProgram {
     inner: Box<dyn Program>,
-    faults: BTreeMap<u64, Fault>,
-    submitted: u64,
+    faults: BTreeMap<(Call, u64), Fault>,
+    calls: BTreeMap<Call, u64>,
     poisoned: Vec<SlotId>,
-    failed: Vec<(Ticket, Vec<SlotId>)>,
+    /// Ticket, slots, and whether the step is to be reported as failed.
+    in_flight: Vec<(Ticket, Vec<SlotId>, bool)>,
     lost: bool,
 }
 
 impl FaultyProgram {
     /// Injects each fault at the step with its number, counted from 0.
     pub fn new(inner: Box<dyn Program>, faults: impl IntoIterator<Item = (u64, Fault)>) -> Self {
+        let submits = faults.into_iter().map(|(n, fault)| (Call::Submit, n, fault));
+        Self::with_schedule(inner, submits.collect())
+    }
+
+    /// Injects each fault of the schedule.
+    pub fn with_schedule(inner: Box<dyn Program>, schedule: Schedule) -> Self {
         Self {
             inner,
-            faults: faults.into_iter().collect(),
-            submitted: 0,
+            faults: schedule.into_iter().map(|(call, n, fault)| ((call, n), fault)).collect(),
+            calls: BTreeMap::new(),
             poisoned: Vec::new(),
-            failed: Vec::new(),
+            in_flight: Vec::new(),
             lost: false,
         }
     }
@@ -56,6 +87,48 @@ impl FaultyProgram {
             false => Ok(()),
         }
     }
+
+    /// Counts a call and looks up its fault.
+    fn count(&mut self, call: Call) -> Option<Fault> {
+        let n = self.calls.entry(call).or_default();
+        *n += 1;
+        self.faults.get(&(call, *n - 1)).copied()
+    }
+
+    /// Refuses or loses; whether the call is to fail after its work.
+    fn inject(&mut self, fault: Option<Fault>) -> Result<bool, StepError> {
+        self.alive()?;
+        match fault {
+            None => Ok(false),
+            Some(Fault::Fail) => Ok(true),
+            Some(Fault::Refuse) => Err(Refusal::Invalid("injected".into()).into()),
+            Some(Fault::Lose) => {
+                self.lost = true;
+                self.alive().map(|()| true)
+            }
+        }
+    }
+
+    fn failed<T>(&mut self, slots: Vec<SlotId>) -> Result<T, StepError> {
+        self.poisoned.extend(&slots);
+        Err(StepError::Failed { slots, reason: "injected".into() })
+    }
+
+    /// A call that concerns one slot.
+    fn call<T>(
+        &mut self,
+        call: Call,
+        slot: SlotId,
+        work: impl FnOnce(&mut dyn Program) -> Result<T, StepError>,
+    ) -> Result<T, StepError> {
+        let fault = self.count(call);
+        let fails = self.inject(fault)?;
+        let done = work(&mut *self.inner)?;
+        match fails {
+            true => self.failed(vec![slot]),
+            false => Ok(done),
+        }
+    }
 }
 
 impl Program for FaultyProgram {
@@ -68,50 +141,46 @@ impl Program for FaultyProgram {
     }
 
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
-        let fault = self.faults.get(&self.submitted).copied();
-        self.submitted += 1;
-        for s in &step.segments {
-            self.usable(s.slot)?;
+        let fault = self.count(Call::Submit);
+        let slots: Vec<SlotId> = step.segments.iter().map(|s| s.slot).collect();
+        for slot in &slots {
+            self.usable(*slot)?;
         }
-        match fault {
-            Some(Fault::Refuse) => Err(Refusal::Invalid("injected".into()).into()),
-            Some(Fault::Lose) => {
-                self.lost = true;
-                self.alive().map(|()| Ticket(0))
-            }
-            Some(Fault::Fail) => {
-                let slots: Vec<SlotId> = step.segments.iter().map(|s| s.slot).collect();
-                let ticket = self.inner.submit(step)?;
-                self.failed.push((Ticket(ticket.0), slots.clone()));
-                self.poisoned.extend(slots);
-                Ok(ticket)
-            }
-            None => self.inner.submit(step),
+        let fails = self.inject(fault)?;
+        let ticket = self.inner.submit(step)?;
+        if fails {
+            self.poisoned.extend(&slots);
         }
+        self.in_flight.push((Ticket(ticket.0), slots, fails));
+        Ok(ticket)
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<StepOut, StepError> {
         self.alive()?;
-        let failed = self.failed.iter().position(|(t, _)| *t == ticket);
-        let out = self.inner.wait(ticket)?;
-        match failed {
-            Some(i) => {
-                let (_, slots) = self.failed.remove(i);
-                Err(StepError::Failed { slots, reason: "injected".into() })
-            }
-            None => Ok(out),
+        let at = self.in_flight.iter().position(|(t, ..)| *t == ticket);
+        let (slots, step_fails) = match at.map(|at| self.in_flight.remove(at)) {
+            Some((_, slots, fails)) => (slots, fails),
+            None => (Vec::new(), false),
+        };
+        let out = self.inner.wait(ticket);
+        let fault = self.count(Call::Wait);
+        let wait_fails = self.inject(fault)?;
+        let out = out?;
+        match step_fails || wait_fails {
+            true => self.failed(slots),
+            false => Ok(out),
         }
     }
 
     fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError> {
         self.usable(slot)?;
-        self.inner.sample(slot, params)
+        self.call(Call::Sample, slot, |program| program.sample(slot, params))
     }
 
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
-        self.alive()?;
+        self.call(Call::Reset, slot, |program| program.reset(slot))?;
         self.poisoned.retain(|s| *s != slot);
-        self.inner.reset(slot)
+        Ok(())
     }
 
     fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
@@ -126,12 +195,11 @@ impl Program for FaultyProgram {
 
     fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
         self.usable(slot)?;
-        self.inner.snapshot(slot)
+        self.call(Call::Snapshot, slot, |program| program.snapshot(slot))
     }
 
     fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
-        self.alive()?;
-        self.inner.restore(slot, snapshot)?;
+        self.call(Call::Restore, slot, |program| program.restore(slot, snapshot))?;
         self.poisoned.retain(|s| *s != slot);
         Ok(())
     }
@@ -155,5 +223,226 @@ impl Program for FaultyProgram {
 
     fn counters(&self) -> Counters {
         self.inner.counters()
+    }
+}
+
+/// Wraps a device: preparing fails a number of times, and what is prepared then is a [`FaultyProgram`].
+pub struct FaultyDevice {
+    inner: Box<dyn Device>,
+    /// Failures of `prepare` to come, and the schedules of the programs to come.
+    plans: Mutex<(u64, std::vec::IntoIter<Schedule>)>,
+}
+
+impl FaultyDevice {
+    /// The program prepared first gets the first schedule, and so on; those after the last have no faults:
+    /// a device that was lost can be opened again.
+    pub fn new(inner: Box<dyn Device>, schedules: Vec<Schedule>) -> Self {
+        Self { inner, plans: Mutex::new((0, schedules.into_iter())) }
+    }
+
+    /// The next `times` calls of [`prepare`](Device::prepare) fail, for want of memory.
+    pub fn fail_prepare(self, times: u64) -> Self {
+        self.plans.lock().unwrap_or_else(PoisonError::into_inner).0 = times;
+        self
+    }
+}
+
+impl Device for FaultyDevice {
+    fn name(&self) -> String {
+        format!("faulty {}", self.inner.name())
+    }
+
+    fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {
+        self.inner.memory(plan, limits)
+    }
+
+    fn prepare(
+        &self,
+        plan: Arc<Plan>,
+        weights: Vec<Weight>,
+        limits: Limits,
+    ) -> Result<Box<dyn Program>, PrepareError> {
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if plans.0 > 0 {
+            plans.0 -= 1;
+            return Err(PrepareError::OutOfMemory("injected".into()));
+        }
+        let program = self.inner.prepare(plan, weights, limits)?;
+        let schedule = plans.1.next().unwrap_or_default();
+        Ok(Box::new(FaultyProgram::with_schedule(program, schedule)))
+    }
+
+    fn evaluate(&self, case: &Case) -> Result<CaseOutputs, PrepareError> {
+        self.inner.evaluate(case)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::step::{Input, Output, SegmentOut};
+    use lily_ops::ValueId;
+    use lily_ops::case::NO_STATE;
+
+    /// Does nothing and succeeds.
+    struct Idle(Arc<Plan>);
+
+    impl Program for Idle {
+        fn plan(&self) -> &Plan {
+            &self.0
+        }
+        fn limits(&self) -> Limits {
+            Limits::new(2, 256, 8)
+        }
+        fn submit(&mut self, _: Step) -> Result<Ticket, StepError> {
+            Ok(Ticket(7))
+        }
+        fn wait(&mut self, _: Ticket) -> Result<StepOut, StepError> {
+            Ok(StepOut { segments: vec![SegmentOut::None] })
+        }
+        fn sample(&mut self, _: SlotId, _: &SampleParams) -> Result<u32, StepError> {
+            Ok(5)
+        }
+        fn reset(&mut self, _: SlotId) -> Result<(), StepError> {
+            Ok(())
+        }
+        fn begin_answer(&mut self, _: SlotId) -> Result<(), StepError> {
+            Ok(())
+        }
+        fn position(&self, _: SlotId) -> Result<usize, StepError> {
+            Ok(0)
+        }
+        fn snapshot(&mut self, _: SlotId) -> Result<Snapshot, StepError> {
+            Ok(Snapshot {
+                position: 0,
+                last_sampled: None,
+                generated: 0,
+                counts: Default::default(),
+                recurrent: vec![],
+                conv: vec![],
+                kv: vec![],
+            })
+        }
+        fn restore(&mut self, _: SlotId, _: &Snapshot) -> Result<(), StepError> {
+            Ok(())
+        }
+        fn export(&mut self, _: SlotId) -> Result<SlotState, StepError> {
+            Ok(SlotState::default())
+        }
+        fn free_pages(&self) -> usize {
+            2
+        }
+        fn memory(&self) -> MemoryNeed {
+            MemoryNeed::default()
+        }
+        fn scratch_high_water(&self) -> u64 {
+            0
+        }
+        fn counters(&self) -> Counters {
+            Counters::default()
+        }
+    }
+
+    impl Device for Idle {
+        fn name(&self) -> String {
+            "idle".into()
+        }
+        fn memory(&self, _: &Plan, _: &Limits) -> MemoryNeed {
+            MemoryNeed::default()
+        }
+        fn prepare(
+            &self,
+            plan: Arc<Plan>,
+            _: Vec<Weight>,
+            _: Limits,
+        ) -> Result<Box<dyn Program>, PrepareError> {
+            Ok(Box::new(Idle(plan)))
+        }
+        fn evaluate(&self, case: &Case) -> Result<CaseOutputs, PrepareError> {
+            Ok(CaseOutputs { values: vec![], slots: case.slots.clone() })
+        }
+    }
+
+    fn plan() -> Arc<Plan> {
+        Arc::new(Plan {
+            name: "nothing".into(),
+            vocab: 1,
+            layers: vec![],
+            values: vec![],
+            weights: vec![],
+            state: NO_STATE,
+            body: vec![],
+            head: vec![],
+            hidden: ValueId(0),
+            logits: ValueId(0),
+        })
+    }
+
+    fn device(schedules: Vec<Schedule>) -> FaultyDevice {
+        FaultyDevice::new(Box::new(Idle(plan())), schedules)
+    }
+
+    fn prepare(device: &FaultyDevice) -> Result<Box<dyn Program>, PrepareError> {
+        device.prepare(plan(), vec![], Limits::new(2, 256, 8))
+    }
+
+    const SLOT: SlotId = SlotId(1);
+
+    /// Makes a call; whether it was refused, failed, or lost the device.
+    fn make(program: &mut dyn Program, call: Call) -> Result<(), Fault> {
+        let step = || Step::one(SLOT, Input::Tokens(vec![1]), Output::None);
+        let snapshot = Idle(plan()).snapshot(SLOT).expect("idle");
+        let result = match call {
+            Call::Submit | Call::Wait => program.run(step()).map(|_| ()),
+            Call::Sample => program.sample(SLOT, &SampleParams::GREEDY).map(|_| ()),
+            Call::Snapshot => program.snapshot(SLOT).map(|_| ()),
+            Call::Restore => program.restore(SLOT, &snapshot),
+            Call::Reset => program.reset(SLOT),
+        };
+        result.map_err(|e| match e {
+            StepError::Refused(_) => Fault::Refuse,
+            StepError::Failed { slots, .. } => {
+                assert_eq!(slots, [SLOT]);
+                Fault::Fail
+            }
+            StepError::Lost(_) => Fault::Lose,
+        })
+    }
+
+    #[test]
+    fn every_call_fails_in_every_way() {
+        use Call::*;
+        for call in [Submit, Wait, Sample, Snapshot, Restore, Reset] {
+            let schedule =
+                vec![(call, 1, Fault::Refuse), (call, 2, Fault::Fail), (call, 4, Fault::Lose)];
+            let mut program = prepare(&device(vec![schedule])).expect("prepared");
+            assert_eq!(make(&mut *program, call), Ok(()), "{call:?}");
+            assert_eq!(make(&mut *program, call), Err(Fault::Refuse), "{call:?}");
+            assert_eq!(program.position(SLOT), Ok(0), "a refusal poisons nothing");
+            assert_eq!(make(&mut *program, call), Err(Fault::Fail), "{call:?}");
+            assert!(program.position(SLOT).is_err(), "{call:?}: poisoned");
+            assert_eq!(program.position(SlotId(0)), Ok(0), "the other slot is not");
+            let cure = if call == Reset { Restore } else { Reset };
+            assert_eq!(make(&mut *program, cure), Ok(()));
+            assert_eq!(program.position(SLOT), Ok(0), "{call:?}: cured");
+            assert_eq!(make(&mut *program, call), Ok(()), "{call:?}");
+            assert_eq!(make(&mut *program, call), Err(Fault::Lose), "{call:?}");
+            for any in [Submit, Sample, Snapshot, Restore, Reset] {
+                assert_eq!(make(&mut *program, any), Err(Fault::Lose));
+            }
+        }
+    }
+
+    #[test]
+    fn preparing_fails_and_schedules_follow_the_programs() {
+        let lose = vec![(Call::Sample, 0, Fault::Lose)];
+        let device = device(vec![vec![], lose]).fail_prepare(2);
+        for _ in 0..2 {
+            assert!(matches!(prepare(&device), Err(PrepareError::OutOfMemory(_))));
+        }
+        for lost in [false, true, false] {
+            let mut program = prepare(&device).expect("prepared");
+            assert_eq!(make(&mut *program, Call::Sample).is_err(), lost);
+        }
     }
 }

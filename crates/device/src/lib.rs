@@ -17,7 +17,7 @@ mod step;
 mod weights;
 
 pub use arena::ScratchLayout;
-pub use faulty::{Fault, FaultyProgram};
+pub use faulty::{Call, Fault, FaultyDevice, FaultyProgram, Schedule};
 pub use pages::PagePool;
 pub use program::{Counters, Device, Limits, MemoryNeed, PrepareError, Program, Snapshot};
 pub use step::{

@@ -3,31 +3,38 @@
 /// Free pages of a fixed pool, handed out lowest number first.
 #[derive(Clone, Debug)]
 pub struct PagePool {
-    free: Vec<u32>,
-    total: usize,
+    free: Vec<bool>,
+    count: usize,
+    /// No page below is free.
+    lowest: usize,
 }
 
 impl PagePool {
     /// A pool of `total` free pages.
     pub fn new(total: usize) -> Self {
-        Self { free: (0..total as u32).rev().collect(), total }
+        Self { free: vec![true; total], count: total, lowest: 0 }
     }
 
     /// Pages not in use.
     pub fn free(&self) -> usize {
-        self.free.len()
+        self.count
     }
 
     /// Pages in all.
     pub fn total(&self) -> usize {
-        self.total
+        self.free.len()
     }
 
     /// Takes `count` pages, or none if there are too few.
     pub fn take(&mut self, count: usize) -> Option<Vec<u32>> {
-        let left = self.free.len().checked_sub(count)?;
-        let mut pages = self.free.split_off(left);
-        pages.reverse();
+        self.count = self.count.checked_sub(count)?;
+        let mut pages = Vec::with_capacity(count);
+        while pages.len() < count {
+            if std::mem::take(&mut self.free[self.lowest]) {
+                pages.push(self.lowest as u32);
+            }
+            self.lowest += 1;
+        }
         Some(pages)
     }
 
@@ -37,13 +44,11 @@ impl PagePool {
     /// If a page is given back twice: two slots would share it.
     pub fn give(&mut self, pages: impl IntoIterator<Item = u32>) {
         for page in pages {
-            assert!(
-                (page as usize) < self.total && !self.free.contains(&page),
-                "page {page} is free"
-            );
-            self.free.push(page);
+            let used = self.free.get_mut(page as usize).filter(|free| !**free);
+            *used.unwrap_or_else(|| panic!("page {page} is free")) = true;
+            self.count += 1;
+            self.lowest = self.lowest.min(page as usize);
         }
-        self.free.sort_unstable_by(|a, b| b.cmp(a));
     }
 }
 
@@ -54,11 +59,15 @@ mod tests {
     #[test]
     fn pages_come_back() {
         let mut pool = PagePool::new(4);
-        assert_eq!(pool.take(3), Some(vec![2, 1, 0].into_iter().rev().collect()));
+        assert_eq!(pool.take(3), Some(vec![0, 1, 2]));
         assert_eq!(pool.take(2), None);
-        assert_eq!(pool.free(), 1);
+        assert_eq!((pool.free(), pool.total()), (1, 4));
         pool.give([1]);
         assert_eq!(pool.take(2), Some(vec![1, 3]));
+        assert_eq!(pool.take(0), Some(vec![]));
+        assert_eq!(pool.take(1), None);
+        pool.give([3, 0, 2, 1]);
+        assert_eq!(pool.take(4), Some(vec![0, 1, 2, 3]));
     }
 
     #[test]
@@ -66,5 +75,11 @@ mod tests {
     fn a_page_is_not_given_back_twice() {
         let mut pool = PagePool::new(2);
         pool.give([1]);
+    }
+
+    #[test]
+    #[should_panic(expected = "page 2 is free")]
+    fn a_page_that_does_not_exist_is_not_given_back() {
+        PagePool::new(2).give([2]);
     }
 }

@@ -21,8 +21,9 @@ pub struct Limits {
 
 impl Limits {
     /// Limits for `slots` timelines of `context` tokens each, in steps of at most `rows` tokens.
+    /// Absurd numbers saturate, and a device's budget then refuses them.
     pub fn new(slots: usize, context: usize, rows: usize) -> Self {
-        let pages = slots * context.div_ceil(lily_ops::plan::PAGE_TOKENS);
+        let pages = slots.saturating_mul(context.div_ceil(lily_ops::plan::PAGE_TOKENS));
         Self { slots, rows, outputs: rows.min(32).max(slots), pages }
     }
 }
@@ -41,9 +42,9 @@ pub struct MemoryNeed {
 }
 
 impl MemoryNeed {
-    /// All of it.
+    /// All of it, at most the largest number there is.
     pub fn total(&self) -> u64 {
-        self.kv + self.state + self.scratch + self.weights
+        [self.state, self.scratch, self.weights].into_iter().fold(self.kv, u64::saturating_add)
     }
 }
 

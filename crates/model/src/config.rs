@@ -52,6 +52,10 @@ pub struct ModelConfig {
 
 /// Most elements of any row between two operations.
 const MAX_WIDTH: u128 = 1 << 20;
+/// Most experts that a token selects.
+const MAX_SELECTED: u128 = 1024;
+/// Most elements of all rows that one token has in a value of its experts.
+const MAX_ROUTED: u128 = 1 << 24;
 /// Most elements of any weight, and of the recurrent state of a layer. With these bounds no count of bytes
 /// comes near 64 bits.
 const MAX_ELEMENTS: u128 = 1 << 40;
@@ -157,8 +161,19 @@ impl ModelConfig {
         let sizes = [
             ("hidden_size", of(&[self.hidden_size]), MAX_WIDTH),
             ("num_experts", of(&[self.experts]), MAX_WIDTH),
+            ("num_experts_per_tok", of(&[self.experts_per_token]), MAX_SELECTED),
             ("moe_intermediate_size", of(&[self.expert_width]), MAX_WIDTH),
             ("shared_expert_intermediate_size", of(&[self.shared_expert_width]), MAX_WIDTH),
+            (
+                "num_experts_per_tok × moe_intermediate_size",
+                of(&[self.experts_per_token, self.expert_width]),
+                MAX_ROUTED,
+            ),
+            (
+                "num_experts_per_tok × hidden_size",
+                of(&[self.experts_per_token, self.hidden_size]),
+                MAX_ROUTED,
+            ),
             (
                 "2 × num_attention_heads × head_dim",
                 of(&[2, self.attention_heads, self.head_dim]),
@@ -202,7 +217,9 @@ fn expect_model_type(fields: &Fields, accepted: [&str; 2]) -> Result<(), ModelEr
 }
 
 /// Values that select a variant this program does not compute. An absent field means the family's own
-/// choice, which the tensors' shapes confirm.
+/// choice. The tensors' names and shapes confirm that for the gate, the biases and the experts of every layer.
+/// They cannot confirm `norm_topk_prob`, `mamba_ssm_dtype`, `output_gate_type` and `use_sliding_window`: there
+/// the goldens of configs without them do, which are mlx-lm's own figures.
 fn refuse_unsupported(text: &Fields) -> Result<(), ModelError> {
     text.need("hidden_act")?;
     text.only("hidden_act", &["silu".into(), "swish".into()])?;

@@ -30,7 +30,8 @@ pub use quantization::{ModuleQuantization, Quantization};
 /// How activations are held between operations and taken by linear operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
-    /// int8 activations for 4-bit matrices, K, V and the convolution's state in bf16, all else f32.
+    /// Inputs of 4-bit matrices in 15 bits, those of the routed experts' gate and up projections in int8
+    /// (f32 where only one of the two is 4-bit); K, V and the convolution's state in bf16; all else f32.
     #[default]
     Standard,
     /// Everything f32.

@@ -90,7 +90,7 @@ fn absurd_numbers_are_refused_by_name() {
 
 #[test]
 fn products_of_dimensions_are_bounded() {
-    let cases: [(&[(&str, u64)], &str); 6] = [
+    let cases: [(&[(&str, u64)], &str); 9] = [
         (&[("num_attention_heads", 1 << 15)], "2 × num_attention_heads × head_dim is 4194304"),
         (&[("linear_num_value_heads", 1 << 15)], "linear_num_value_heads × linear_value_head_dim"),
         (&[("vocab_size", 1 << 24), ("hidden_size", 1 << 17)], "vocab_size × hidden_size"),
@@ -107,6 +107,19 @@ fn products_of_dimensions_are_bounded() {
             "num_attention_heads",
         ),
         (&[("num_experts", 1 << 24)], "num_experts is 16777216"),
+        (&[("num_experts", 2048), ("num_experts_per_tok", 1025)], "num_experts_per_tok is 1025"),
+        (
+            &[("num_experts", 1024), ("num_experts_per_tok", 1024), ("hidden_size", 1 << 15)],
+            "num_experts_per_tok × hidden_size is 33554432",
+        ),
+        (
+            &[
+                ("num_experts", 512),
+                ("num_experts_per_tok", 512),
+                ("moe_intermediate_size", 1 << 16),
+            ],
+            "num_experts_per_tok × moe_intermediate_size is 33554432",
+        ),
     ];
     for (fields, words) in cases {
         let config = text(|t| {

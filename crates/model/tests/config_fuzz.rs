@@ -3,6 +3,8 @@
 mod common;
 
 use common::{DIMENSIONS, config, plan};
+use lily_device::{Limits, MemoryNeed, ScratchLayout};
+use lily_ops::Plan;
 use proptest::prelude::*;
 use serde_json::Value;
 
@@ -51,6 +53,37 @@ fn pointers(value: &Value, at: &str, out: &mut Vec<String>) {
     }
 }
 
+/// Numbers of slots, tokens of context and rows of a step, sensible ones and absurd ones.
+fn any_count() -> impl Strategy<Value = usize> {
+    prop_oneof![0usize..5000, (0u32..usize::BITS).prop_map(|shift| 1 << shift), Just(usize::MAX)]
+}
+
+/// What every device takes for a plan at least. The tests run with overflow checks.
+fn budget(plan: &Plan, limits: &Limits) -> MemoryNeed {
+    let first = |op: &lily_ops::Op| op.reads().first().copied();
+    let slots = limits.slots as u64;
+    let state = (plan.state.recurrent_bytes() + plan.state.conv_bytes()) as u64;
+    MemoryNeed {
+        kv: (limits.pages as u64).saturating_mul(plan.state.page_bytes() as u64),
+        state: slots.saturating_mul(state),
+        scratch: ScratchLayout::new(plan, limits.rows, limits.outputs, first).bytes(),
+        weights: plan.weights.iter().map(|w| w.bytes()).sum(),
+    }
+}
+
+/// With sensible limits no budget of an accepted config reaches 64 bits; with absurd ones it stays there.
+fn check_budget(plan: &Plan, [slots, context, rows]: [usize; 3]) -> Result<(), TestCaseError> {
+    let usual = budget(plan, &Limits::new(8, 1 << 18, 4096)).total();
+    prop_assert!(usual < 1 << 62, "{usual}");
+    let need = budget(plan, &Limits::new(slots, context, rows));
+    let parts = [need.kv, need.state, need.scratch, need.weights];
+    prop_assert!(parts.iter().all(|part| need.total() >= *part));
+    // The residual stream alone: what is absurd is not small after all.
+    let hidden = plan.value(plan.hidden).width as u128 * 4;
+    prop_assert!(u128::from(need.scratch) >= (rows as u128 * hidden).min(u64::MAX.into()));
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
 
@@ -59,6 +92,7 @@ proptest! {
     fn mutated_configs_never_panic(
         name in prop::sample::select(vec!["tiny-a", "tiny-c"]),
         changes in prop::collection::vec((any::<prop::sample::Index>(), any_json()), 1..4),
+        counts in [any_count(), any_count(), any_count()],
     ) {
         let original = config(name);
         let mut all = Vec::new();
@@ -78,6 +112,7 @@ proptest! {
                 plan.check().map_err(TestCaseError::fail)?;
                 let total: u64 = plan.weights.iter().map(|w| w.bytes()).sum();
                 prop_assert!(total < 1 << 58);
+                check_budget(&plan, counts)?;
                 // A field that the plan does not depend on leaves it as it was.
                 let (was, before) = common::plan(&original).expect("the fixture's config");
                 let steering = DIMENSIONS.into_iter().chain(["full_attention_interval", "layer_types",
@@ -89,6 +124,40 @@ proptest! {
                     prop_assert_eq!(format!("{plan:?}"), format!("{before:?}"));
                 }
             }
+        }
+    }
+}
+
+/// Configs at the bounds: as large as they are accepted.
+#[test]
+fn the_largest_configs_have_budgets() {
+    let largest: [&[(&str, u64)]; 5] = [
+        &[("hidden_size", 1 << 20), ("num_experts_per_tok", 8), ("vocab_size", 1 << 20)],
+        &[("vocab_size", 1 << 24), ("hidden_size", 1 << 16)],
+        &[
+            ("num_experts", 1024),
+            ("num_experts_per_tok", 1024),
+            ("moe_intermediate_size", 1 << 14),
+            ("hidden_size", 1 << 14),
+        ],
+        &[("num_attention_heads", 1 << 13), ("num_key_value_heads", 1 << 13), ("head_dim", 64)],
+        &[
+            ("linear_num_key_heads", 1),
+            ("linear_num_value_heads", 1),
+            ("linear_key_head_dim", 1 << 18),
+            ("linear_value_head_dim", 1 << 18),
+        ],
+    ];
+    for fields in largest {
+        let mut config = config("tiny-a");
+        let text = config["text_config"].as_object_mut().expect("an object");
+        for (field, value) in fields {
+            text[*field] = (*value).into();
+        }
+        text["rope_parameters"].as_object_mut().expect("an object").remove("mrope_section");
+        let (_, plan) = plan(&config).unwrap_or_else(|e| panic!("{fields:?}: {e}"));
+        for counts in [[1, 1, 1], [usize::MAX; 3], [1 << 40, 1 << 30, 1 << 50]] {
+            check_budget(&plan, counts).unwrap_or_else(|e| panic!("{fields:?}: {e}"));
         }
     }
 }

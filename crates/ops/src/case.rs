@@ -130,16 +130,17 @@ impl Case {
             }
         }
         for (s, (g, w)) in got.slots.iter().zip(&want.slots).enumerate() {
-            let bf16_step = Tolerance { relative: tolerance.relative.max(0.004), ..tolerance };
             for (part, g, w, element) in [
                 ("recurrent state", &g.recurrent, &w.recurrent, ElementType::F32),
                 ("convolution state", &g.conv, &w.conv, self.plan.state.cache_element),
                 ("K", &g.k, &w.k, self.plan.state.cache_element),
                 ("V", &g.v, &w.v, self.plan.state.cache_element),
             ] {
-                // One rounding to bf16 can fall to the other side.
-                let t = if element == ElementType::Bf16 { bf16_step } else { tolerance };
-                t.compare(g, w).map_err(|e| format!("{}: slot {s}: {part}: {e}", self.name))?;
+                match element {
+                    ElementType::Bf16 => tolerance.compare_bf16(g, w),
+                    _ => tolerance.compare(g, w),
+                }
+                .map_err(|e| format!("{}: slot {s}: {part}: {e}", self.name))?;
             }
         }
         if got.values.len() != want.values.len() || got.slots.len() != want.slots.len() {
@@ -152,18 +153,52 @@ impl Case {
 impl Tolerance {
     /// Checks `got` against `want`, element by element. NaN equals NaN only.
     pub fn compare(&self, got: &[f32], want: &[f32]) -> Result<(), String> {
+        self.compare_stepped(got, want, |_| 0.0).map(|_| ())
+    }
+
+    /// As [`compare`](Self::compare), for elements stored in bf16 after the computation: where it ends near
+    /// the middle of two bf16 numbers, one rounding may fall to the other side. That is rare: 2 % of the
+    /// elements, or one. A store that rounds otherwise than to nearest moves many.
+    pub fn compare_bf16(&self, got: &[f32], want: &[f32]) -> Result<(), String> {
+        // 7 bits after the leading one: a step is 2^-7 of the power of two at or below.
+        let step = |w: f32| f32::from_bits(w.to_bits() & 0x7F80_0000) / 128.0;
+        let moved = self.compare_stepped(got, want, step)?;
+        let most = (want.len() / 50).max(1);
+        match moved.len() <= most {
+            true => Ok(()),
+            false => Err(format!(
+                "{} of {} elements are rounded to another bf16, at most {most} may; the first is {}",
+                moved.len(),
+                want.len(),
+                moved[0]
+            )),
+        }
+    }
+
+    /// Allows each element `step` of what is wanted more; the elements that made use of it.
+    fn compare_stepped(
+        &self,
+        got: &[f32],
+        want: &[f32],
+        step: impl Fn(f32) -> f32,
+    ) -> Result<Vec<usize>, String> {
         if got.len() != want.len() {
             return Err(format!("{} elements, want {}", got.len(), want.len()));
         }
         let largest = want.iter().filter(|x| x.is_finite()).fold(0f32, |m, x| m.max(x.abs()));
         let bound = self.absolute + self.relative * largest;
+        let mut stepped = Vec::new();
         for (i, (g, w)) in got.iter().zip(want).enumerate() {
-            let equal = g == w || (g.is_nan() && w.is_nan()) || (g - w).abs() <= bound;
-            if !equal {
-                return Err(format!("element {i} is {g}, want {w} ± {bound:e}"));
+            if g == w || (g.is_nan() && w.is_nan()) || (g - w).abs() <= bound {
+                continue;
             }
+            let more = bound + step(*w);
+            if (g - w).abs() > more || !g.is_finite() || !w.is_finite() {
+                return Err(format!("element {i} is {g}, want {w} ± {more:e}"));
+            }
+            stepped.push(i);
         }
-        Ok(())
+        Ok(stepped)
     }
 }
 
@@ -396,3 +431,43 @@ pub const SEGMENTS: &[(&str, &[(usize, usize)])] = &[
     ("33", &[(33, 0)]),
     ("65+1+2", &[(65, 0), (1, 9), (2, 1)]),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_elements_may_fall_to_the_other_side_but_rarely() {
+        let mut rng = Seeded::new("bf16");
+        let exact = rng.activations(1000, 1.0);
+        let want: Vec<f32> = exact.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+        let t = Tolerance::F32;
+        assert_eq!(t.compare_bf16(&want, &want), Ok(()));
+        let step = |x: f32| f32::from_bits(x.to_bits() + 0x1_0000);
+        let mut few = want.clone();
+        few[..20].iter_mut().for_each(|x| *x = step(*x));
+        assert_eq!(t.compare_bf16(&few, &want), Ok(()));
+        few[20] = step(few[20]);
+        assert!(t.compare_bf16(&few, &want).unwrap_err().contains("21 of 1000"));
+        // One element of a few may.
+        assert_eq!(t.compare_bf16(&[step(2.0), 1.0], &[2.0, 1.0]), Ok(()));
+        assert!(t.compare_bf16(&[step(2.0), step(1.0)], &[2.0, 1.0]).is_err());
+        assert!(t.compare_bf16(&[step(step(2.0)), 1.0], &[2.0, 1.0]).is_err());
+        assert!(t.compare_bf16(&[f32::NAN, 1.0], &[2.0, 1.0]).is_err());
+        assert!(t.compare_bf16(&[f32::INFINITY], &[f32::MAX]).is_err());
+        // Truncation is seen.
+        let cut: Vec<f32> =
+            exact.iter().map(|x| f32::from_bits(x.to_bits() & 0xFFFF_0000)).collect();
+        assert!(t.compare_bf16(&cut, &want).is_err());
+    }
+
+    #[test]
+    fn tolerances_are_of_the_largest_element() {
+        let t = Tolerance { absolute: 0.0, relative: 0.1 };
+        assert_eq!(t.compare(&[10.0, 0.9], &[10.0, 0.0]), Ok(()));
+        assert!(t.compare(&[10.0, 1.1], &[10.0, 0.0]).is_err());
+        assert!(t.compare(&[f32::NAN], &[0.0]).is_err());
+        assert_eq!(t.compare(&[f32::NAN, f32::INFINITY], &[f32::NAN, f32::INFINITY]), Ok(()));
+        assert!(t.compare(&[0.0], &[0.0, 0.0]).is_err());
+    }
+}

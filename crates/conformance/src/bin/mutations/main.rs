@@ -140,7 +140,8 @@ fn copy_workspace(root: &Path, copy: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Copies what differs, so that a build of an earlier run stays warm.
+/// Copies what differs, so that a build of an earlier run stays warm, and deletes what the source lacks: a
+/// file of an earlier run would be compiled with the rest. `to` lies in the copy, never in the source.
 fn copy_tree(from: &Path, to: &Path) -> Result<(), String> {
     let fail = |path: &Path| {
         let path = path.display().to_string();
@@ -150,6 +151,16 @@ fn copy_tree(from: &Path, to: &Path) -> Result<(), String> {
         std::fs::create_dir_all(to).map_err(fail(to))?;
         let entries = std::fs::read_dir(from).map_err(fail(from))?;
         let paths: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).collect();
+        for old in std::fs::read_dir(to).map_err(fail(to))?.filter_map(Result::ok) {
+            if !from.join(old.file_name()).exists() {
+                let old = old.path();
+                match old.is_dir() {
+                    true => std::fs::remove_dir_all(&old),
+                    false => std::fs::remove_file(&old),
+                }
+                .map_err(fail(&old))?;
+            }
+        }
         for path in paths {
             if let Some(name) = path.file_name() {
                 copy_tree(&path, &to.join(name))?;
@@ -170,4 +181,31 @@ fn read(path: &Path) -> Result<String, String> {
 
 fn write(path: &Path, text: &str) -> Result<(), String> {
     std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_is_what_the_source_is() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        let files = |list: &[&str]| {
+            for name in list {
+                std::fs::create_dir_all(from.join(name).parent().expect("a folder")).expect("made");
+                write(&from.join(name), name).expect("written");
+            }
+        };
+        files(&["a.rs", "old.rs", "sub/b.rs", "gone/c.rs"]);
+        copy_tree(&from, &to).expect("copied");
+        write(&to.join("a.rs"), "a mistake").expect("written");
+        std::fs::remove_file(from.join("old.rs")).expect("removed");
+        std::fs::remove_dir_all(from.join("gone")).expect("removed");
+        copy_tree(&from, &to).expect("copied");
+        assert_eq!(read(&to.join("a.rs")), Ok("a.rs".into()));
+        assert_eq!(read(&to.join("sub/b.rs")), Ok("sub/b.rs".into()));
+        assert!(!to.join("old.rs").exists() && !to.join("gone").exists());
+        assert!(from.join("sub/b.rs").exists());
+    }
 }
