@@ -24,12 +24,12 @@ pub struct Budget {
 impl Budget {
     /// What is allocated, as opposed to mapped from files.
     pub fn anonymous(&self) -> u64 {
-        self.copies + self.kv + self.state + self.scratch
+        [self.kv, self.state, self.scratch].into_iter().fold(self.copies, u64::saturating_add)
     }
 
     /// Everything.
     pub fn total(&self) -> u64 {
-        self.weights + self.anonymous()
+        self.weights.saturating_add(self.anonymous())
     }
 
     /// Compares with what the machine has. Weights beyond memory would be read from the disk again for

@@ -29,7 +29,7 @@ impl Rows {
     pub fn count(self, tokens: usize, outputs: usize) -> usize {
         match self {
             Self::Tokens => tokens,
-            Self::Routed(k) => tokens * k as usize,
+            Self::Routed(k) => tokens.saturating_mul(k as usize),
             Self::Outputs => outputs,
         }
     }

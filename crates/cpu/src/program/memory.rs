@@ -48,7 +48,7 @@ impl WorkSpace {
         let mut space = Self::default();
         let count = |id: ValueId| {
             let value = plan.value(id);
-            value.rows.count(limits.rows, limits.outputs) * value.width
+            value.rows.count(limits.rows, limits.outputs).saturating_mul(value.width)
         };
         for node in plan.nodes() {
             let input = match &node.op {
@@ -58,7 +58,7 @@ impl WorkSpace {
                 _ => None,
             };
             if let Some((count, kind)) = input.and_then(|(x, a)| Some((count(x), code_kind(a)?))) {
-                space.codes = space.codes.max(count * kind.planes());
+                space.codes = space.codes.max(count.saturating_mul(kind.planes()));
                 space.groups = space.groups.max(count / GROUP);
             }
             match &node.op {
@@ -69,7 +69,7 @@ impl WorkSpace {
                 }
                 Op::AttentionPrep(op) => {
                     // Cosines and sines of half as many angles.
-                    space.angles = space.angles.max(limits.rows * (op.rope.dims / 2));
+                    space.angles = space.angles.max(limits.rows.saturating_mul(op.rope.dims / 2));
                 }
                 _ => {}
             }
@@ -79,11 +79,25 @@ impl WorkSpace {
 
     /// Bytes, with two quantized inputs held at once.
     pub fn bytes(&self) -> u64 {
-        let quantized = 2 * (self.codes + self.groups * 8);
-        let routed =
-            self.routed * 8 + (self.experts + 1) * 4 + self.experts * size_of::<RowGroup>();
-        (quantized + self.up * 4 + routed + self.angles * 8) as u64
+        sum([
+            product(self.codes, 2),
+            product(self.groups, 2 * 8),
+            product(self.up, 4),
+            product(self.routed, 8),
+            product(self.experts + 1, 4),
+            product(self.experts, size_of::<RowGroup>()),
+            product(self.angles, 8),
+        ])
     }
+}
+
+/// Absurd limits give absurd figures, which are then refused; they must not wrap into plausible ones.
+fn product(count: usize, bytes: usize) -> u64 {
+    (count as u64).saturating_mul(bytes as u64)
+}
+
+fn sum<const N: usize>(parts: [u64; N]) -> u64 {
+    parts.into_iter().fold(0, u64::saturating_add)
 }
 
 /// Bytes that each thread keeps for the widest matrix.
@@ -97,15 +111,17 @@ pub(crate) fn memory_need(plan: &Plan, limits: &Limits, threads: usize) -> Memor
     let attention = attention_shape(plan)
         .map_or(0, |(shape, _)| AttentionScratch::bytes(&shape, threads) as u64);
     let vectors = plan.weights.iter().filter(|w| is_vector(plan, w)).map(|w| w.rows * w.cols * 4);
-    let held = limits.slots * plan.vocab * 4;
     MemoryNeed {
-        kv: (limits.pages * state.page_bytes()) as u64,
-        state: (limits.slots * (state.recurrent_bytes() + state.conv_bytes())) as u64,
-        scratch: layout(plan, limits).bytes()
-            + WorkSpace::new(plan, limits).bytes()
-            + attention
-            + threads as u64 * thread_bytes(plan)
-            + held as u64,
+        kv: product(limits.pages, state.page_bytes()),
+        state: product(limits.slots, state.recurrent_bytes() + state.conv_bytes()),
+        scratch: sum([
+            layout(plan, limits).bytes(),
+            WorkSpace::new(plan, limits).bytes(),
+            attention,
+            (threads as u64).saturating_mul(thread_bytes(plan)),
+            // Room for the logits of one row a slot.
+            product(limits.slots, plan.vocab * 4),
+        ]),
         weights: vectors.sum::<usize>() as u64,
     }
 }
