@@ -62,7 +62,7 @@ pub fn exit(result: anyhow::Result<()>) -> ExitCode {
 }
 
 /// The error and its causes, but for those that a message before them repeats.
-fn message(error: &anyhow::Error) -> String {
+pub fn message(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
         let cause = cause.to_string();

@@ -25,7 +25,9 @@ const CONTEXT: usize = 8192;
 /// budgets are shown.
 #[derive(Args)]
 pub struct InspectArgs {
-    /// Checkpoint folder, or `demo`. Default: the built-in model.
+    /// A checkpoint folder, ORG/NAME or ORG/NAME@REVISION of a downloaded model, or `demo`. Default: the built-in
+    /// model.
+    #[arg(value_name = "MODEL")]
     pub dir: Option<PathBuf>,
 
     /// Read every byte: checksums of the files, and values that are not finite. Fails if anything is wrong.

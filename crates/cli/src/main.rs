@@ -1,25 +1,32 @@
-//! The `lily` program: runs, scores and inspects models on this machine.
+//! The `lily` program: runs, scores, inspects and downloads models on this machine.
 
 #![forbid(unsafe_code)]
 
 mod answer;
 mod bench;
+mod chat;
+mod doctor;
 mod failure;
 mod inspect;
 mod interrupt;
 mod licenses;
 mod model;
+mod models;
 mod options;
 mod output;
+mod pull;
 mod report;
+mod resolve;
 mod run;
+mod sampling;
 mod score;
+mod shell;
 mod show;
 mod token_ids;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// Runs Qwen3.5/3.6 mixture-of-experts models on this machine.
 ///
@@ -37,6 +44,10 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Run(run::RunArgs),
+    Chat(chat::ChatArgs),
+    Pull(pull::PullArgs),
+    Models(models::ModelsArgs),
+    Doctor(doctor::DoctorArgs),
     Score(score::ScoreArgs),
     Inspect(inspect::InspectArgs),
     /// Make what measurements need.
@@ -46,15 +57,23 @@ enum Command {
     },
     /// Print the licence of Lily and the notices of the built-in model.
     Licenses,
+    Completions(shell::CompletionsArgs),
+    Man(shell::ManArgs),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Run(args) => run::run(&args),
+        Command::Chat(args) => chat::chat(&args),
+        Command::Pull(args) => pull::pull(&args),
+        Command::Models(args) => models::models(&args),
+        Command::Doctor(args) => doctor::doctor(&args),
         Command::Score(args) => score::score(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Bench { command } => bench::bench(&command),
         Command::Licenses => licenses::licenses(),
+        Command::Completions(args) => shell::completions(&args, Cli::command()),
+        Command::Man(args) => shell::man(&args, Cli::command()),
     };
     failure::exit(result)
 }

@@ -12,9 +12,7 @@ use lily_ops::sample::TokenMask;
 
 use crate::failure::Failure;
 use crate::options::{ComputeArgs, ModelArgs};
-
-/// Name that stands for the built-in model.
-const DEMO: &str = "demo";
+use crate::resolve::{Source, resolve};
 
 /// A checkpoint and what it means.
 pub struct Opened {
@@ -22,11 +20,11 @@ pub struct Opened {
     pub model: Model,
 }
 
-/// Opens a checkpoint folder, or the built-in model.
-pub fn open_checkpoint(path: Option<&Path>) -> anyhow::Result<Checkpoint> {
-    match path {
-        Some(path) if path != Path::new(DEMO) || path.is_dir() => Ok(Checkpoint::open(path)?),
-        _ => Ok(lily_demo::open()?),
+/// Opens a checkpoint: a folder, a model in the cache, or the built-in one.
+pub fn open_checkpoint(name: Option<&Path>) -> anyhow::Result<Checkpoint> {
+    match resolve(name)? {
+        Source::Folder(path) => Ok(Checkpoint::open(&path)?),
+        Source::Demo => Ok(lily_demo::open()?),
     }
 }
 

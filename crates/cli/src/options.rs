@@ -1,6 +1,5 @@
 //! Options that several commands share.
 
-use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -49,46 +48,10 @@ impl ComputeArgs {
 /// Which model.
 #[derive(Args, Clone, Debug)]
 pub struct ModelArgs {
-    /// Checkpoint folder (config.json and *.safetensors), or `demo` for the built-in model.
-    #[arg(long, value_name = "DIR")]
+    /// A checkpoint folder (config.json and *.safetensors), ORG/NAME or ORG/NAME@REVISION for a model that
+    /// `lily pull` has downloaded, or `demo` for the built-in model, which is the default.
+    #[arg(long, value_name = "MODEL")]
     pub model: Option<PathBuf>,
-}
-
-/// How each token of an answer is chosen.
-#[derive(Args, Clone, Debug)]
-pub struct SamplingArgs {
-    /// Randomness, 0 to 100: 0 always takes the most likely token, 1 samples from the model's distribution.
-    #[arg(long, value_name = "T", allow_negative_numbers = true, value_parser = temperature, help_heading = "Sampling")]
-    pub temperature: Option<f32>,
-
-    /// Choose among the most likely tokens whose probabilities reach P together, 0 to 1; 1 is off.
-    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = share, help_heading = "Sampling")]
-    pub top_p: Option<f32>,
-
-    /// Choose among the K most likely tokens; 0 is off.
-    #[arg(long, value_name = "K", allow_negative_numbers = true, help_heading = "Sampling")]
-    pub top_k: Option<u32>,
-
-    /// Choose among tokens at least P times as likely as the most likely one, 0 to 1; 0 is off.
-    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = share, help_heading = "Sampling")]
-    pub min_p: Option<f32>,
-
-    /// Seed of the random choices: the same seed gives the same answer. Default: another one each time, named
-    /// in the output of --json.
-    #[arg(long, value_name = "N", help_heading = "Sampling")]
-    pub seed: Option<u64>,
-
-    /// Divide the logits of tokens already in the answer, 0.01 to 100; 1 is off.
-    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = repetition, help_heading = "Sampling")]
-    pub repetition_penalty: Option<f32>,
-
-    /// Subtract from the logits of tokens already in the answer, -100 to 100; 0 is off.
-    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = penalty, help_heading = "Sampling")]
-    pub presence_penalty: Option<f32>,
-
-    /// Subtract from the logits of tokens for each time they are in the answer, -100 to 100; 0 is off.
-    #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = penalty, help_heading = "Sampling")]
-    pub frequency_penalty: Option<f32>,
 }
 
 /// A whole number from 1.
@@ -103,27 +66,4 @@ pub fn count(text: &str) -> Result<usize, String> {
 fn isa(name: &str) -> Result<Isa, String> {
     let have: Vec<String> = Isa::available().iter().map(Isa::to_string).collect();
     name.parse().map_err(|e| format!("{e}; this machine has: {}", have.join(", ")))
-}
-
-fn number(text: &str, range: RangeInclusive<f32>) -> Result<f32, String> {
-    match text.parse() {
-        Ok(x) if range.contains(&x) => Ok(x),
-        _ => Err(format!("a number from {} to {} is needed", range.start(), range.end())),
-    }
-}
-
-fn temperature(text: &str) -> Result<f32, String> {
-    number(text, 0.0..=100.0)
-}
-
-fn share(text: &str) -> Result<f32, String> {
-    number(text, 0.0..=1.0)
-}
-
-fn repetition(text: &str) -> Result<f32, String> {
-    number(text, 0.01..=100.0)
-}
-
-fn penalty(text: &str) -> Result<f32, String> {
-    number(text, -100.0..=100.0)
 }

@@ -61,6 +61,11 @@ impl Stdout {
         }
     }
 
+    /// Bytes of ours, as they are.
+    pub fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.out.write_all(bytes)
+    }
+
     /// Dimmed if it is a terminal and styles are wanted.
     pub fn dimmed(&mut self, text: &str) -> io::Result<()> {
         match self.terminal && styles_wanted() {

@@ -1,15 +1,13 @@
 //! `lily run`: one answer.
 
-use std::hash::{BuildHasher, Hasher};
 use std::io::{self, IsTerminal};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use lily_chat::{GenerationDefaults, RenderInput};
+use lily_chat::RenderInput;
 use lily_engine::{
-    Cancel, Engine, EngineError, FinishReason, GenerateParams, Generated, SampleParams, Session,
-    Timings,
+    Cancel, Engine, EngineError, FinishReason, GenerateParams, Generated, Session, Timings,
 };
 use serde::Serialize;
 use serde_json::json;
@@ -17,8 +15,9 @@ use serde_json::json;
 use crate::failure::{Failure, Interrupted};
 use crate::interrupt::cancel_on_interrupt;
 use crate::model::Opened;
-use crate::options::{ComputeArgs, ModelArgs, SamplingArgs, count};
+use crate::options::{ComputeArgs, ModelArgs, count};
 use crate::output::{Progress, Stdout, note, note_dimmed};
+use crate::sampling::SamplingArgs;
 use crate::show::Show;
 use crate::token_ids::{read_ids, read_text};
 
@@ -33,7 +32,7 @@ const ANSWER: usize = 4096;
 /// terminal; otherwise stdout carries the answer alone, and the thinking is shown on stderr if that is a
 /// terminal. Figures follow on stderr: the prompt (prefill) and the answer (decode) apart.
 ///
-/// Sampling options that are not given are those of the checkpoint's generation_config.json.
+/// Sampling options that are not given are those of --preset, or else of the checkpoint's generation_config.json.
 ///
 /// Ctrl-C ends the answer; what there is of it stays.
 #[derive(Args)]
@@ -101,7 +100,7 @@ pub fn run(args: &RunArgs) -> anyhow::Result<()> {
     let text = prompt_text(args)?;
     let opened = Opened::new(&args.model, &args.compute)?;
     let defaults = opened.defaults()?;
-    let mut sample = sample_params(&args.sampling, &defaults);
+    let mut sample = args.sampling.params(&defaults);
     let (prompt, show) = match &text {
         Some(text) => {
             let tokenizer = opened.need_tokenizer()?;
@@ -154,31 +153,9 @@ fn render_input(args: &RunArgs, text: &str) -> RenderInput {
     RenderInput {
         messages: system.chain([user]).collect(),
         add_generation_prompt: true,
-        enable_thinking: args.no_think.then_some(false),
+        enable_thinking: (args.no_think || args.sampling.no_think()).then_some(false),
         ..RenderInput::default()
     }
-}
-
-fn sample_params(args: &SamplingArgs, defaults: &GenerationDefaults) -> SampleParams {
-    let temperature = if defaults.do_sample { defaults.temperature } else { 0.0 };
-    SampleParams {
-        temperature: args.temperature.unwrap_or(temperature),
-        top_k: args.top_k.unwrap_or(defaults.top_k),
-        top_p: args.top_p.unwrap_or(defaults.top_p),
-        min_p: args.min_p.unwrap_or(defaults.min_p),
-        repetition_penalty: args.repetition_penalty.unwrap_or(defaults.repetition_penalty),
-        presence_penalty: args.presence_penalty.unwrap_or(defaults.presence_penalty),
-        frequency_penalty: args.frequency_penalty.unwrap_or(0.0),
-        seed: args.seed.unwrap_or_else(random_seed),
-        choice: 0,
-        mask: None,
-    }
-}
-
-/// 32 bits, so that every JSON reader keeps it exactly and people can copy it.
-fn random_seed() -> u64 {
-    // The standard library's hash maps take their keys from the system's randomness.
-    std::collections::hash_map::RandomState::new().build_hasher().finish() >> 32
 }
 
 /// Tokens that a session needs where nothing is asked for.

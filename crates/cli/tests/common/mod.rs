@@ -21,7 +21,36 @@ pub struct Run {
 pub fn command<S: AsRef<OsStr>>(args: &[S]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lily"));
     command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    isolate(&mut command, Path::new("/no/such/folder"));
     command
+}
+
+/// Keeps the cache, the history and the settings of the user out of a test.
+pub fn isolate(command: &mut Command, home: &Path) {
+    for name in ["HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "NO_COLOR"] {
+        command.env_remove(name);
+    }
+    command.env("HF_HUB_CACHE", home.join("hub")).env("XDG_STATE_HOME", home.join("state"));
+    command.env("COLUMNS", "100");
+}
+
+/// A run with the cache, the history and the home in `home`.
+pub fn lily_at<S: AsRef<OsStr>>(home: &Path, args: &[S]) -> Run {
+    let mut command = command(args);
+    isolate(&mut command, home);
+    finish(command.output().unwrap())
+}
+
+/// What a value looks like without its contents.
+pub fn shape(value: &Value) -> Value {
+    match value {
+        Value::Null => "null".into(),
+        Value::Bool(_) => "bool".into(),
+        Value::Number(_) => "number".into(),
+        Value::String(_) => "string".into(),
+        Value::Array(items) => items.iter().take(1).map(shape).collect(),
+        Value::Object(map) => map.iter().map(|(key, item)| (key.clone(), shape(item))).collect(),
+    }
 }
 
 fn finish(output: std::process::Output) -> Run {
@@ -40,7 +69,12 @@ pub fn lily<S: AsRef<OsStr>>(args: &[S]) -> Run {
 }
 
 pub fn lily_with_stdin<S: AsRef<OsStr>>(args: &[S], stdin: &str) -> Run {
-    let mut child = command(args).stdin(Stdio::piped()).spawn().unwrap();
+    feed(command(args), stdin)
+}
+
+/// Runs a command with text on stdin.
+pub fn feed(mut command: Command, stdin: &str) -> Run {
+    let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(stdin.as_bytes()).unwrap();
     finish(child.wait_with_output().unwrap())
 }
