@@ -5,8 +5,11 @@
 //!
 //! ```text
 //! messages ──ChatTemplate::render──► text with marks ──Tokenizer::encode_rendered──► ids
-//! ids ──Detokenizer::push──► text, never half a character
+//! ids ──Detokenizer::push──► text, never half a character ──StopMatcher::push──► the answer
 //! ```
+//!
+//! Messages from sloppy clients go through [`ChatTemplate::render_tolerant`]; its rules are in
+//! [`tolerance`].
 //!
 //! # Only the template makes control tokens
 //!
@@ -18,19 +21,31 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod bigint;
 mod defaults;
 mod detokenizer;
 mod error;
+mod filters;
+mod globals;
+mod limits;
 pub mod marks;
+mod namespace;
 mod pyjson;
+mod pystr;
+mod pyvalue;
 mod render_input;
+mod source;
+mod stop;
 mod strftime;
 mod template;
 mod tokenizer;
+pub mod tolerance;
 
 pub use defaults::{GenerationDefaults, find_template, generation_defaults};
 pub use detokenizer::{Detokenizer, Utf8Stream};
 pub use error::ChatError;
 pub use render_input::RenderInput;
+pub use stop::{StopMatcher, StopOutput};
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
+pub use tolerance::{Repair, Rule, Tolerant};

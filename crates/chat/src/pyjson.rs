@@ -2,15 +2,20 @@
 
 use std::fmt::Write as _;
 
-use serde_json::Value;
+use minijinja::value::ValueKind;
+use minijinja::{Error, ErrorKind, Value};
 
+use crate::bigint::BigInt;
+use crate::limits::{MAX_DEPTH, MAX_VALUE, deep, long};
 use crate::marks::{ESCAPE, MARK};
+use crate::pyvalue::str_of;
 
 /// The arguments of `json.dumps` that templates use.
 #[derive(Debug, Clone)]
 pub(crate) struct Style {
     pub(crate) ensure_ascii: bool,
-    pub(crate) indent: Option<usize>,
+    /// What one level is indented with; `None` keeps everything on one line.
+    pub(crate) indent: Option<String>,
     pub(crate) item_separator: String,
     pub(crate) key_separator: String,
     pub(crate) sort_keys: bool,
@@ -18,79 +23,133 @@ pub(crate) struct Style {
 
 impl Style {
     /// `json.dumps(value, ensure_ascii=False, indent=indent)`.
-    pub(crate) fn with_indent(indent: Option<usize>) -> Self {
+    pub(crate) fn with_indent(indent: Option<String>) -> Self {
         Self {
             ensure_ascii: false,
-            indent,
             item_separator: if indent.is_some() { "," } else { ", " }.into(),
             key_separator: ": ".into(),
+            indent,
             sort_keys: false,
         }
     }
 }
 
-pub(crate) fn dumps(value: &Value, style: &Style) -> String {
+/// `json.dumps(value, …)`.
+pub(crate) fn dumps(value: &Value, style: &Style) -> Result<String, Error> {
     let mut out = String::new();
-    write_value(&mut out, value, style, 0);
-    out
+    write_value(&mut out, value, style, 0)?;
+    Ok(out)
 }
 
-fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) {
-    match value {
-        Value::Null => out.push_str("null"),
-        Value::Bool(true) => out.push_str("true"),
-        Value::Bool(false) => out.push_str("false"),
-        Value::Number(number) => match number.as_f64() {
-            Some(float) if number.is_f64() => write_float(out, float),
-            _ => {
-                let _ = write!(out, "{number}");
-            }
-        },
-        Value::String(text) => write_string(out, text, style.ensure_ascii),
-        Value::Array(items) => {
-            write_block(out, ['[', ']'], items.iter(), style, depth, |out, item| {
-                write_value(out, item, style, depth + 1);
-            });
+fn not_json(what: &str) -> Error {
+    Error::new(ErrorKind::BadSerialization, format!("{what} is not JSON serializable"))
+}
+
+fn write_value(out: &mut String, value: &Value, style: &Style, depth: usize) -> Result<(), Error> {
+    if depth > MAX_DEPTH {
+        return Err(deep());
+    }
+    if out.len() > MAX_VALUE {
+        return Err(long());
+    }
+    if let Some(digits) = value.downcast_object_ref::<BigInt>() {
+        out.push_str(&digits.0);
+        return Ok(());
+    }
+    match value.kind() {
+        ValueKind::None => out.push_str("null"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
+        ValueKind::Number => write_number(out, value),
+        ValueKind::String => {
+            write_string(out, value.as_str().unwrap_or_default(), style.ensure_ascii);
         }
-        Value::Object(map) => {
-            let mut entries: Vec<_> = map.iter().collect();
+        ValueKind::Seq | ValueKind::Iterable => {
+            out.push('[');
+            let mut count = 0;
+            for item in value.try_iter()? {
+                next_item(out, count, style, depth + 1);
+                count += 1;
+                write_value(out, &item, style, depth + 1)?;
+            }
+            close(out, ']', count, style, depth);
+        }
+        ValueKind::Map => {
+            let mut keys: Vec<Value> = value.try_iter()?.collect();
             if style.sort_keys {
-                entries.sort_by_key(|(key, _)| *key);
+                sort(&mut keys)?;
             }
-            write_block(out, ['{', '}'], entries.into_iter(), style, depth, |out, (key, item)| {
-                write_string(out, key, style.ensure_ascii);
+            out.push('{');
+            for (count, key) in keys.iter().enumerate() {
+                next_item(out, count, style, depth + 1);
+                write_string(out, &key_text(key)?, style.ensure_ascii);
                 out.push_str(&style.key_separator);
-                write_value(out, item, style, depth + 1);
-            });
+                write_value(out, &value.get_item(key)?, style, depth + 1)?;
+            }
+            close(out, '}', keys.len(), style, depth);
+        }
+        ValueKind::Invalid => {
+            return Err(Error::new(ErrorKind::InvalidOperation, value.to_string()));
+        }
+        // Told apart from the error of a variable that is missing elsewhere, as in Python.
+        ValueKind::Undefined => return Err(not_json("a missing value")),
+        other => return Err(not_json(&format!("a value of type {other}"))),
+    }
+    Ok(())
+}
+
+fn write_number(out: &mut String, value: &Value) {
+    match f64::try_from(value.clone()) {
+        Ok(float) if !value.is_integer() => write_float(out, float),
+        _ => {
+            let _ = write!(out, "{value}");
         }
     }
 }
 
-fn write_block<T>(
-    out: &mut String,
-    [open, close]: [char; 2],
-    items: impl ExactSizeIterator<Item = T>,
-    style: &Style,
-    depth: usize,
-    mut write_item: impl FnMut(&mut String, T),
-) {
-    let empty = items.len() == 0;
-    let new_line = |out: &mut String, depth: usize| {
-        if let Some(width) = style.indent.filter(|_| !empty) {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', width * depth));
+/// Keys of the kinds that Python accepts, as text.
+fn key_text(key: &Value) -> Result<String, Error> {
+    match key.kind() {
+        ValueKind::String => str_of(key),
+        ValueKind::None => Ok("null".into()),
+        ValueKind::Bool => Ok(if key.is_true() { "true" } else { "false" }.into()),
+        ValueKind::Number => {
+            let mut text = String::new();
+            write_number(&mut text, key);
+            Ok(text)
         }
-    };
-    out.push(open);
-    for (index, item) in items.enumerate() {
-        if index > 0 {
-            out.push_str(&style.item_separator);
-        }
-        new_line(out, depth + 1);
-        write_item(out, item);
+        other => Err(not_json(&format!("a key of type {other}"))),
     }
-    new_line(out, depth);
-    out.push(close);
+}
+
+/// Sorts keys as Python does, which compares strings with strings and numbers with numbers only.
+fn sort(keys: &mut [Value]) -> Result<(), Error> {
+    let all = |kinds: &[ValueKind]| keys.iter().all(|key| kinds.contains(&key.kind()));
+    if all(&[ValueKind::String]) || all(&[ValueKind::Number, ValueKind::Bool]) || keys.len() < 2 {
+        keys.sort();
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::InvalidOperation, "keys of several types cannot be sorted"))
+}
+
+fn next_item(out: &mut String, count: usize, style: &Style, depth: usize) {
+    if count > 0 {
+        out.push_str(&style.item_separator);
+    }
+    new_line(out, style, depth);
+}
+
+fn close(out: &mut String, bracket: char, count: usize, style: &Style, depth: usize) {
+    if count > 0 {
+        new_line(out, style, depth);
+    }
+    out.push(bracket);
+}
+
+fn new_line(out: &mut String, style: &Style, depth: usize) {
+    if let Some(indent) = &style.indent {
+        out.push('\n');
+        out.extend(std::iter::repeat_n(indent.as_str(), depth));
+    }
 }
 
 fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
@@ -123,7 +182,7 @@ fn write_string(out: &mut String, text: &str, ensure_ascii: bool) {
 ///
 /// The digits are serde_json's, which like Python takes the even one of two equally near
 /// candidates; the standard library does not.
-fn write_float(out: &mut String, float: f64) {
+pub(crate) fn write_float(out: &mut String, float: f64) {
     if !float.is_finite() {
         out.push_str(match (float.is_nan(), float > 0.0) {
             (true, _) => "NaN",
@@ -135,7 +194,7 @@ fn write_float(out: &mut String, float: f64) {
     if float.is_sign_negative() {
         out.push('-');
     }
-    let shortest = Value::from(float.abs()).to_string();
+    let shortest = serde_json::Value::from(float.abs()).to_string();
     let (mantissa, exponent) = shortest.split_once('e').unwrap_or((&shortest, "0"));
     let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
     let all_digits = format!("{whole}{fraction}");
@@ -169,10 +228,15 @@ fn write_float(out: &mut String, float: f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use minijinja::value::Serde;
     use serde_json::json;
 
-    fn compact(value: &Value) -> String {
-        dumps(value, &Style::with_indent(None))
+    fn text(value: serde_json::Value, style: &Style) -> String {
+        dumps(&Value::from(Serde(&value)), style).unwrap()
+    }
+
+    fn compact(value: serde_json::Value) -> String {
+        text(value, &Style::with_indent(None))
     }
 
     #[test]
@@ -180,11 +244,11 @@ mod tests {
         // Expected texts are the output of json.dumps(..., ensure_ascii=False) in CPython 3.12.
         let value = json!({"b": [1, 2.0, -0.5, true, null], "a": {"ü": "x\u{7f}\"\\\n\u{1}<&>'"}, "e": [], "o": {}});
         assert_eq!(
-            compact(&value),
+            compact(value),
             "{\"b\": [1, 2.0, -0.5, true, null], \"a\": {\"ü\": \"x\u{7f}\\\"\\\\\\n\\u0001<&>'\"}, \"e\": [], \"o\": {}}"
         );
         assert_eq!(
-            dumps(&json!({"a": [1, {"b": 2}], "e": []}), &Style::with_indent(Some(2))),
+            text(json!({"a": [1, {"b": 2}], "e": []}), &Style::with_indent(Some("  ".into()))),
             "{\n  \"a\": [\n    1,\n    {\n      \"b\": 2\n    }\n  ],\n  \"e\": []\n}"
         );
     }
@@ -211,7 +275,7 @@ mod tests {
             // Two candidates are equally near: Python takes the even one.
             (615_527_700_260_211.0 + 0.25, "615527700260211.2"),
         ] {
-            assert_eq!(compact(&json!(float)), text);
+            assert_eq!(compact(json!(float)), text);
         }
     }
 
@@ -219,7 +283,7 @@ mod tests {
     fn ascii_and_sorted_on_request() {
         let style = Style { ensure_ascii: true, sort_keys: true, ..Style::with_indent(None) };
         assert_eq!(
-            dumps(&json!({"b": "é😀", "a": 1}), &style),
+            text(json!({"b": "é😀", "a": 1}), &style),
             "{\"a\": 1, \"b\": \"\\u00e9\\ud83d\\ude00\"}"
         );
     }

@@ -1,9 +1,12 @@
 //! What a template is given: messages checked, tool arguments parsed, content marked.
 
+use minijinja::value::Value as TemplateValue;
 use serde_json::{Map, Value};
 
+use crate::bigint::{self, BigInt};
 use crate::error::ChatError;
-use crate::marks::{ControlSpellings, THINK_CLOSE};
+use crate::limits::MAX_DEPTH;
+use crate::marks::{ControlSpellings, MARK, THINK_CLOSE};
 
 /// Everything that a chat template renders a prompt from.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -40,6 +43,7 @@ pub(crate) fn variables(
     control: &ControlSpellings,
     template_splits_thinking: bool,
 ) -> Result<Map<String, Value>, ChatError> {
+    check_depth(input)?;
     let mut variables = Map::new();
     for (key, value) in &input.kwargs {
         variables.insert(key.clone(), mark(control, value, Place::Words));
@@ -60,6 +64,60 @@ pub(crate) fn variables(
         variables.insert("enable_thinking".into(), thinking.into());
     }
     Ok(variables)
+}
+
+/// The variables for minijinja.
+pub(crate) fn to_value(variables: &Map<String, Value>) -> TemplateValue {
+    TemplateValue::from_pairs(variables.iter().map(|(k, v)| (k.as_str(), template_value(v))))
+}
+
+fn template_value(value: &Value) -> TemplateValue {
+    match value {
+        Value::Null => TemplateValue::from(()),
+        Value::Bool(truth) => TemplateValue::from(*truth),
+        Value::Number(number) => match (number.as_i64(), number.as_u64(), number.as_f64()) {
+            (Some(whole), _, _) => TemplateValue::from(whole),
+            (_, Some(whole), _) => TemplateValue::from(whole),
+            (_, _, Some(float)) => TemplateValue::from(float),
+            _ => TemplateValue::from(()),
+        },
+        Value::String(text) => match text.strip_prefix(BIG) {
+            Some(digits) => match digits.parse::<i128>() {
+                Ok(number) => TemplateValue::from(number),
+                Err(_) => TemplateValue::from_object(BigInt(digits.to_owned())),
+            },
+            None => TemplateValue::from(text.as_str()),
+        },
+        Value::Array(items) => items.iter().map(template_value).collect::<Vec<_>>().into(),
+        Value::Object(map) => {
+            TemplateValue::from_pairs(map.iter().map(|(k, v)| (k.as_str(), template_value(v))))
+        }
+    }
+}
+
+/// Begins a big number among marked strings: marking never puts two marks at a start.
+const BIG: &str = "\u{10FFF0}\u{10FFF0}";
+
+/// Refuses what recursion could not survive. JSON parsers have the same limit; a program may not.
+fn check_depth(input: &RenderInput) -> Result<(), ChatError> {
+    let tools = input.tools.iter().flatten();
+    let mut level: Vec<&Value> =
+        input.messages.iter().chain(tools).chain(input.kwargs.values()).collect();
+    for _ in 0..MAX_DEPTH {
+        let mut next = Vec::new();
+        for value in level {
+            match value {
+                Value::Array(items) => next.extend(items),
+                Value::Object(map) => next.extend(map.values()),
+                _ => {}
+            }
+        }
+        if next.is_empty() {
+            return Ok(());
+        }
+        level = next;
+    }
+    Err(ChatError::Limit { limit: crate::limits::DEPTH_LIMIT })
 }
 
 fn message(
@@ -125,7 +183,7 @@ fn tool_calls(
             Some(function) => function,
             None => &mut call,
         };
-        let arguments = match function.get_mut("arguments") {
+        let (arguments, big) = match function.get_mut("arguments") {
             Some(arguments) => {
                 parse_arguments(arguments.take()).map_err(|problem| ChatError::Message {
                     place: format!("messages[{message}].tool_calls[{index}]"),
@@ -133,9 +191,12 @@ fn tool_calls(
                     hint: "send an object, or a JSON string of an object",
                 })?
             }
-            None => Value::Object(Map::new()),
+            None => (Value::Object(Map::new()), None),
         };
-        let arguments = mark(control, &arguments, Place::Data);
+        let mut arguments = mark(control, &arguments, Place::Data);
+        if let Some(sign) = big {
+            unquote(&mut arguments, sign);
+        }
         let mut call = mark(control, &call, Place::Message);
         let function = match call.get_mut("function") {
             Some(function) => function,
@@ -149,19 +210,41 @@ fn tool_calls(
     Ok(Value::Array(marked))
 }
 
-/// Arguments as an object: clients send OpenAI's JSON string, or the object itself.
-fn parse_arguments(arguments: Value) -> Result<Value, String> {
+/// Arguments as an object: clients send OpenAI's JSON string, or the object itself. With them, the
+/// sign of big numbers in quotes.
+pub(crate) fn parse_arguments(arguments: Value) -> Result<(Value, Option<char>), String> {
+    let mut sign = None;
     let parsed = match arguments {
         Value::Null => Value::Object(Map::new()),
         Value::String(text) if text.trim().is_empty() => Value::Object(Map::new()),
-        Value::String(text) => serde_json::from_str(&text)
-            .map_err(|error| format!("its arguments are not valid JSON ({error})"))?,
+        Value::String(text) => {
+            let quoted = bigint::quote(&text);
+            sign = quoted.as_ref().map(|(_, sign)| *sign);
+            let text = quoted.map_or(text, |(text, _)| text);
+            serde_json::from_str(&text)
+                .map_err(|error| format!("its arguments are not valid JSON ({error})"))?
+        }
         other => other,
     };
     if parsed.is_object() {
-        Ok(parsed)
+        Ok((parsed, sign))
     } else {
         Err(format!("its arguments are not an object but {parsed}"))
+    }
+}
+
+/// Makes the numbers that [`bigint::quote`] put in quotes known to [`template_value`].
+fn unquote(value: &mut Value, sign: char) {
+    match value {
+        Value::String(text) => {
+            // Digits are never marked at their start, unless a control token is made of them.
+            if let Some(digits) = text.trim_start_matches(MARK).strip_prefix(sign) {
+                *text = format!("{BIG}{}", digits.replace(MARK, ""));
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(|item| unquote(item, sign)),
+        Value::Object(map) => map.values_mut().for_each(|item| unquote(item, sign)),
+        _ => {}
     }
 }
 

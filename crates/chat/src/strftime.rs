@@ -21,20 +21,25 @@ const MONTHS: [&str; 12] = [
 ];
 const DAY_SECONDS: u64 = 86_400;
 
-/// The present time, formatted. `Err` holds a format code that is not known.
-pub(crate) fn now(format: &str) -> Result<String, char> {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    at(since.unwrap_or(Duration::ZERO).as_secs(), format)
+/// Seconds since 1970, now.
+pub(crate) fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs()
 }
 
-fn at(unix_seconds: u64, format: &str) -> Result<String, char> {
+/// A moment, formatted. `Err` holds a format code that is not known.
+pub(crate) fn at(unix_seconds: u64, format: &str) -> Result<String, char> {
     let (days, second_of_day) = (unix_seconds / DAY_SECONDS, unix_seconds % DAY_SECONDS);
     let (year, month, day, day_of_year) = civil_date(days);
     let (hour, minute, second) =
         (second_of_day / 3600, second_of_day / 60 % 60, second_of_day % 60);
     let hour12 = (hour + 11) % 12 + 1;
     // 1970-01-01 was a Thursday.
-    let weekday = WEEKDAYS[((days + 4) % 7) as usize];
+    let weekday_number = (days + 4) % 7;
+    let weekday = WEEKDAYS[weekday_number as usize];
+    let monday_based = (weekday_number + 6) % 7 + 1;
+    // The ISO year of a day is that of its Thursday; the week is counted from that year's first.
+    let (iso_year, _, _, thursday) = civil_date((days + 4).saturating_sub(monday_based));
+    let iso_week = (thursday - 1) / 7 + 1;
     let month_name = MONTHS[month as usize - 1];
 
     let mut out = String::with_capacity(format.len() + 16);
@@ -71,7 +76,26 @@ fn at(unix_seconds: u64, format: &str) -> Result<String, char> {
             'B' => month_name.into(),
             'b' | 'h' => month_name[..3].into(),
             'F' => format!("{year:04}-{month:02}-{day:02}"),
-            'T' => format!("{hour:02}:{minute:02}:{second:02}"),
+            'D' | 'x' => format!("{month:02}/{day:02}/{:02}", year % 100),
+            'R' => format!("{hour:02}:{minute:02}"),
+            'w' => weekday_number.to_string(),
+            'u' => monday_based.to_string(),
+            // Weeks that begin on a Sunday, on a Monday, and those of ISO 8601.
+            'U' => number((day_of_year + 6 - weekday_number) / 7, 2),
+            'W' => number((day_of_year + 7 - monday_based) / 7, 2),
+            'V' => number(iso_week, 2),
+            'G' => number(iso_year, 4),
+            'C' => number(year / 100, 2),
+            'c' => format!(
+                "{} {} {day:2} {hour:02}:{minute:02}:{second:02} {year}",
+                &weekday[..3],
+                &month_name[..3]
+            ),
+            's' => unix_seconds.to_string(),
+            'f' => "000000".into(),
+            'n' => "\n".into(),
+            't' => "\t".into(),
+            'T' | 'X' => format!("{hour:02}:{minute:02}:{second:02}"),
             'Z' => "UTC".into(),
             'z' => "+0000".into(),
             '%' => "%".into(),
@@ -122,6 +146,14 @@ mod tests {
             Ok("2024-12-31 23:59:59 Tue 31 366")
         );
         assert_eq!(at(4_102_444_800, "%B %-d, %y 100%%").as_deref(), Ok("January 1, 00 100%"));
+        assert_eq!(
+            at(1_735_689_599, "%G-W%V-%u %U %W %D %R").as_deref(),
+            Ok("2025-W01-2 52 53 12/31/24 23:59")
+        );
+        assert_eq!(
+            at(1_609_459_200, "%G %V %c").as_deref(),
+            Ok("2020 53 Fri Jan  1 00:00:00 2021")
+        );
         assert_eq!(at(0, "%Q"), Err('Q'));
     }
 }

@@ -4,35 +4,50 @@ use std::fmt;
 use std::io;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind};
-use minijinja_contrib::pycompat::unknown_method_callback;
 
 use crate::error::ChatError;
+use crate::globals::{Raised, strftime_at};
+use crate::limits::{
+    FUEL, FUEL_LIMIT, LimitHit, MAX_FRAMES, MAX_OUTPUT, OUTPUT_LIMIT, on_deep_stack,
+};
 use crate::marks::{ControlSpellings, ESCAPE, MARK, THINK_CLOSE};
-use crate::pyjson::{Style, dumps};
-use crate::render_input::{RenderInput, variables};
-use crate::{Tokenizer, strftime};
+use crate::render_input::{RenderInput, to_value, variables};
+use crate::tolerance::{Tolerant, render_tolerant};
+use crate::{Tokenizer, filters, globals, pystr, pyvalue, source};
 
 const NAME: &str = "chat_template";
-
-/// Work that one rendering may do: a step or 64 bytes of text is one unit. A message takes some
-/// 150 steps, so ten thousand messages of any context fit; memory stays under 320 MB.
-const FUEL: u64 = 5_000_000;
-const FUEL_LIMIT: &str = "5 million steps";
-/// Bytes that one rendering may write: far above any context, far below memory.
-const MAX_OUTPUT: usize = 64 << 20;
-const OUTPUT_LIMIT: &str = "64 MiB of text";
 
 /// A compiled chat template.
 ///
 /// The environment is that of Hugging Face: `trim_blocks`, `lstrip_blocks`, Python's string
-/// methods, `break` and `continue`, `tojson` in the form of `json.dumps(ensure_ascii=False)`,
-/// `raise_exception` and `strftime_now` (UTC). Steps and output are limited.
+/// methods, `break` and `continue`, `{% generation %}`, `tojson` in the form of
+/// `json.dumps(ensure_ascii=False)`, `raise_exception` and `strftime_now` (UTC). Steps, output and
+/// nesting are limited.
+///
+/// # Where Python's jinja2 would render differently
+///
+/// Output equals jinja2's but for these, each checked by a test:
+///
+/// - Where Python raises a `TypeError`, minijinja is often lenient: comparing values of different
+///   types, `in` with a number, iterating over `none`, sorting mixed lists, `<` with a missing value.
+/// - The `%` operator on strings (use `format`), unary `+`, and bare tuples in `{{ 1, 2 }}`.
+/// - Floats of 1e16 and above, or below 1e-4, joined with `~`, get no exponent.
+/// - Content is marked (see [`marks`](crate::marks)): a template that compares or counts off the
+///   characters of content holding the first one of a control token (`<`) sees the marks. Lengths,
+///   slices, searches and case changes do not.
+/// - `str.format` knows neither `!r` nor `%`; `encode` and what would change a list are absent.
+/// - Dictionary views print as lists, `range` as its numbers, and a dictionary's entry is found
+///   before a method of the same name.
+/// - Filters that no chat template uses are absent: `filesizeformat`, `random`, `striptags`,
+///   `urlize`, `wordwrap`, `xmlattr`; `pprint` never breaks lines.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     control: ControlSpellings,
     splits_thinking: bool,
+    knows_developer: bool,
+    /// Brackets and filters of the source, for the stack.
+    wraps: usize,
 }
 
 impl fmt::Debug for ChatTemplate {
@@ -43,56 +58,46 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// What a template passed to `raise_exception`.
-#[derive(Debug)]
-struct Raised(String);
-
-impl fmt::Display for Raised {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Raised {}
-
 impl ChatTemplate {
     /// Compiles a template. The tokenizer tells which spellings content must not form.
     ///
     /// # Errors
     ///
-    /// A template that does not compile, or that uses the two private-use characters of
-    /// [`marks`](crate::marks) itself.
+    /// A template that does not compile, that uses the two private-use characters of
+    /// [`marks`](crate::marks) itself, or that is large or nested beyond reason.
     pub fn new(source: &str, tokenizer: &Tokenizer) -> Result<Self, ChatError> {
         if source.contains([MARK, ESCAPE]) {
             return Err(ChatError::TemplateSyntax {
                 problem: "it contains U+10FFF0 or U+10FFF1, which Lily needs for itself".into(),
             });
         }
-        let syntax = SyntaxConfig::builder()
-            .trim_blocks(true)
-            .lstrip_blocks(true)
-            .build()
-            .map_err(|error| syntax_error(&error))?;
-        let mut environment = Environment::new();
-        environment.set_syntax(syntax);
-        environment.set_auto_escape_callback(|_| AutoEscape::None);
-        environment.set_unknown_method_callback(unknown_method_callback);
-        environment.set_fuel(Some(FUEL));
-        environment.add_filter("tojson", to_json);
-        environment.add_function("raise_exception", raise_exception);
-        environment.add_function("strftime_now", strftime_now);
-        environment
-            .add_template_owned(NAME, source.to_owned())
-            .map_err(|error| syntax_error(&error))?;
+        let prepared =
+            source::prepare(source).map_err(|problem| ChatError::TemplateSyntax { problem })?;
+        let wraps = prepared.wraps;
+        let compiled = on_deep_stack(prepared.wraps, || compile(prepared.source));
         Ok(Self {
-            environment,
+            environment: compiled.unwrap_or_else(|| Err(no_stack()))?,
             control: tokenizer.control().clone(),
             splits_thinking: source.contains(THINK_CLOSE),
+            knows_developer: source.contains("developer"),
+            wraps,
         })
+    }
+
+    /// Holds the clock of `strftime_now` at a moment (seconds since 1970, UTC), so that the same
+    /// messages render to the same prompt on another day.
+    #[must_use]
+    pub fn at_time(mut self, unix_seconds: u64) -> Self {
+        self.environment
+            .add_function("strftime_now", move |format: &str| strftime_at(unix_seconds, format));
+        self
     }
 
     /// Renders a prompt, content marked as [`marks`](crate::marks) describes. Tokenize it with
     /// [`Tokenizer::encode_rendered`]; show it with [`unmark`](crate::marks::unmark).
+    ///
+    /// The messages are taken as they are; [`render_tolerant`](Self::render_tolerant) bears with
+    /// sloppy ones.
     ///
     /// # Errors
     ///
@@ -100,17 +105,55 @@ impl ChatTemplate {
     /// raises, [`ChatError::Limit`] when it runs too long, else [`ChatError::Render`].
     pub fn render(&self, input: &RenderInput) -> Result<String, ChatError> {
         let variables = variables(input, &self.control, self.splits_thinking)?;
-        let mut output = Limited { text: Vec::new(), overflowed: false };
-        let rendered = self.environment.get_template(NAME).and_then(|template| {
-            template.render_captured_to(Serde(&variables), &mut output).map(drop)
-        });
-        match rendered {
-            Ok(()) => String::from_utf8(output.text)
-                .map_err(|error| ChatError::Render { problem: error.to_string() }),
-            Err(_) if output.overflowed => Err(ChatError::Limit { limit: OUTPUT_LIMIT }),
-            Err(error) => Err(explain(&error)),
-        }
+        on_deep_stack(self.wraps, || {
+            let mut output = Limited { text: Vec::new(), overflowed: false };
+            let rendered = self.environment.get_template(NAME).and_then(|template| {
+                template.render_captured_to(to_value(&variables), &mut output).map(drop)
+            });
+            match rendered {
+                Ok(()) => String::from_utf8(output.text)
+                    .map_err(|error| ChatError::Render { problem: error.to_string() }),
+                Err(_) if output.overflowed => Err(ChatError::Limit { limit: OUTPUT_LIMIT }),
+                Err(error) => Err(explain(&error)),
+            }
+        })
+        .unwrap_or_else(|| Err(no_stack()))
     }
+
+    /// Renders a prompt from what sloppy clients send, by the rules of
+    /// [`tolerance`](crate::tolerance).
+    ///
+    /// # Errors
+    ///
+    /// As [`render`](Self::render), for what no rule covers.
+    pub fn render_tolerant(&self, input: &RenderInput) -> Result<Tolerant, ChatError> {
+        render_tolerant(self, input, self.knows_developer)
+    }
+}
+
+fn compile(source: String) -> Result<Environment<'static>, ChatError> {
+    let syntax = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build()
+        .map_err(|error| syntax_error(&error))?;
+    let mut environment = Environment::new();
+    environment.set_syntax(syntax);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_unknown_method_callback(pystr::method);
+    environment.set_formatter(|out, _, value| {
+        match value.as_str() {
+            Some(text) => out.write_str(text),
+            None => out.write_str(&pyvalue::str_of(value)?),
+        }
+        .map_err(Error::from)
+    });
+    environment.set_fuel(Some(FUEL));
+    environment.set_recursion_limit(MAX_FRAMES);
+    filters::install(&mut environment);
+    globals::install(&mut environment);
+    environment.add_template_owned(NAME, source).map_err(|error| syntax_error(&error))?;
+    Ok(environment)
 }
 
 /// A buffer that refuses to grow beyond [`MAX_OUTPUT`].
@@ -138,50 +181,27 @@ fn syntax_error(error: &Error) -> ChatError {
     ChatError::TemplateSyntax { problem: error.to_string() }
 }
 
+fn no_stack() -> ChatError {
+    ChatError::Limit { limit: "memory: the system grants no stack for the template" }
+}
+
 /// Tells a template's refusal and a spent limit from a failure.
 fn explain(error: &Error) -> ChatError {
-    if error.kind() == ErrorKind::OutOfFuel {
-        return ChatError::Limit { limit: FUEL_LIMIT };
+    match error.kind() {
+        ErrorKind::OutOfFuel => return ChatError::Limit { limit: FUEL_LIMIT },
+        // In Jinja2 these are errors of syntax; minijinja sees them only on the way.
+        ErrorKind::UnknownFilter | ErrorKind::UnknownTest => return syntax_error(error),
+        _ => {}
     }
     let mut source = Some(error as &(dyn std::error::Error + 'static));
     while let Some(cause) = source {
         if let Some(Raised(message)) = cause.downcast_ref() {
             return ChatError::Refused { message: message.clone() };
         }
+        if let Some(LimitHit(limit)) = cause.downcast_ref() {
+            return ChatError::Limit { limit };
+        }
         source = cause.source();
     }
     ChatError::Render { problem: error.to_string() }
-}
-
-fn raise_exception(message: String) -> Result<Value, Error> {
-    let message = crate::marks::unmark(&message).into_owned();
-    Err(Error::new(ErrorKind::InvalidOperation, "raised").with_source(Raised(message)))
-}
-
-fn strftime_now(format: &str) -> Result<String, Error> {
-    strftime::now(format).map_err(|code| {
-        Error::new(ErrorKind::InvalidOperation, format!("strftime_now does not know %{code}"))
-    })
-}
-
-fn to_json(value: &Value, indent: Option<usize>, arguments: Kwargs) -> Result<Value, Error> {
-    let failed = |problem: String| Error::new(ErrorKind::BadSerialization, problem);
-    if value.is_undefined() {
-        return Err(failed("tojson of an undefined value".into()));
-    }
-    let indent = match indent {
-        Some(indent) => Some(indent),
-        None => arguments.get::<Option<usize>>("indent")?,
-    };
-    let mut style = Style::with_indent(indent);
-    style.ensure_ascii = arguments.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
-    style.sort_keys = arguments.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
-    if let Some(separators) = arguments.get::<Option<Vec<String>>>("separators")? {
-        let [item, key] = <[String; 2]>::try_from(separators)
-            .map_err(|_| failed("tojson needs two separators".into()))?;
-        (style.item_separator, style.key_separator) = (item, key);
-    }
-    arguments.assert_all_used()?;
-    let value = serde_json::to_value(value).map_err(|error| failed(error.to_string()))?;
-    Ok(Value::from_safe_string(dumps(&value, &style)))
 }

@@ -19,16 +19,26 @@ pub fn styles_wanted() -> bool {
 
 /// Text dimmed for a terminal. Each piece is closed, so that an interrupted program leaves none open.
 pub fn dimmed(text: &str) -> String {
-    format!("{DIM}{text}{PLAIN}")
+    format!("{DIM}{}{PLAIN}", printable(text))
 }
 
-/// A line on stderr. A closed stderr is no reason to fail.
+/// A line on stderr: an error may quote a checkpoint, so control characters are not passed on. A closed
+/// stderr is no reason to fail.
 pub fn note(line: &str) {
-    let _ = writeln!(io::stderr(), "{line}");
+    write_stderr(&format!("{}\n", printable(line)));
 }
 
-/// A piece of text on stderr, shown at once.
+/// A piece of a model's text on stderr, shown at once.
 pub fn note_text(text: &str) {
+    write_stderr(&printable(text));
+}
+
+/// As [`note_text`], dimmed.
+pub fn note_text_dimmed(text: &str) {
+    write_stderr(&dimmed(text));
+}
+
+fn write_stderr(text: &str) {
     let mut err = io::stderr();
     let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
 }
@@ -36,7 +46,7 @@ pub fn note_text(text: &str) {
 /// As [`note`], dimmed where stderr is a terminal.
 pub fn note_dimmed(line: &str) {
     match io::stderr().is_terminal() && styles_wanted() {
-        true => note(&dimmed(line)),
+        true => write_stderr(&format!("{}\n", dimmed(line))),
         false => note(line),
     }
 }
@@ -69,7 +79,7 @@ impl Stdout {
     /// Dimmed if it is a terminal and styles are wanted.
     pub fn dimmed(&mut self, text: &str) -> io::Result<()> {
         match self.terminal && styles_wanted() {
-            true => self.out.write_all(dimmed(&printable(text)).as_bytes()),
+            true => self.out.write_all(dimmed(text).as_bytes()),
             false => self.text(text),
         }
     }
@@ -120,7 +130,7 @@ impl Progress {
 
     pub fn show(&mut self, done: impl FnOnce() -> String) {
         if self.enabled && Instant::now() >= self.next {
-            note_text(&format!("\r\x1b[K{} {}", self.what, done()));
+            write_stderr(&format!("\r\x1b[K{} {}", self.what, done()));
             self.shown = true;
             self.next = Instant::now() + Self::INTERVAL;
         }
@@ -135,7 +145,7 @@ impl Progress {
     /// Takes the line away.
     pub fn clear(&mut self) {
         if std::mem::take(&mut self.shown) {
-            note_text("\r\x1b[K");
+            write_stderr("\r\x1b[K");
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use lily_chat::{Detokenizer, Tokenizer};
 
 use crate::answer::{Part, Splitter};
-use crate::output::{Stdout, dimmed, note_text, styles_wanted};
+use crate::output::{Stdout, note_text, note_text_dimmed, styles_wanted};
 
 /// How tokens become text.
 enum Reader {
@@ -178,7 +178,7 @@ impl Show {
             Thinking::Stderr => {
                 match self.headed {
                     true => note_text(text),
-                    false => note_text(&dimmed(text)),
+                    false => note_text_dimmed(text),
                 }
                 Ok(())
             }
