@@ -1,0 +1,9 @@
+//! Encoders: for each family of kernels the argument structs, the policy and the function that records its
+//! dispatches.
+
+/// The kernel text of all argument structs.
+pub fn argument_structs() -> String {
+    [common::declarations()].concat()
+}
+
+pub mod common;

@@ -1,0 +1,24 @@
+//! What GPU devices share, whatever their vendor: the kernel sources in one dialect, the lowering of a plan to
+//! dispatches, barriers from read and write ranges, policies, weight upload. A vendor's crate brings a
+//! [`Driver`].
+//!
+//! The dialect is a subset of the Metal Shading Language that `kernels/platform_*.h` map to Metal, to CUDA and to
+//! the host's C++; docs/kernels.md describes it.
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+pub mod args;
+pub mod driver;
+pub mod kernels;
+pub mod list;
+pub mod profile;
+pub mod text;
+pub mod tuning;
+pub mod values;
+
+pub use driver::{Buffer, Driver, DriverError, Pipeline, Placement, Submission, Timing};
+pub use kernels::common::{Context, DeviceWeight, Matrix, StepShape, Tables};
+pub use list::{Access, Binding, CommandList, Dispatch, Operand, Recorder};
+pub use profile::{Platform, Profile};
+pub use text::{Shape, Text};
+pub use tuning::Tuning;

@@ -1,0 +1,230 @@
+//! Command lists: what a step dispatches, and where one dispatch must wait for another.
+
+use std::ops::Range;
+
+use lily_ops::ElementType;
+
+use crate::args::KernelArgs;
+use crate::driver::{Buffer, Pipeline};
+
+/// A range of a buffer that holds elements of one type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Operand {
+    /// The buffer.
+    pub buffer: Buffer,
+    /// First byte, a multiple of 16.
+    pub offset: u64,
+    /// Bytes.
+    pub bytes: u64,
+    /// Element type.
+    pub element: ElementType,
+}
+
+/// What a dispatch does with a binding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reads it, and nothing else may write it meanwhile.
+    Read,
+    /// Writes it, or reads and writes it.
+    Write,
+    /// Reads what never changes: weights, tables. Takes no part in hazards.
+    Constant,
+}
+
+/// A buffer range as one kernel sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Binding {
+    /// The buffer.
+    pub buffer: Buffer,
+    /// Byte offset of the kernel's pointer.
+    pub offset: u64,
+    /// Bytes from there that the kernel may touch.
+    pub bytes: u64,
+    /// What it does with them.
+    pub access: Access,
+    /// The bytes of the buffer that take part in hazards, where these are fewer than the bound ones (one layer of a
+    /// state that is bound as a whole).
+    pub hazard: Range<u64>,
+}
+
+impl Binding {
+    /// All of an operand.
+    pub fn new(operand: Operand, access: Access) -> Self {
+        let Operand { buffer, offset, bytes, .. } = operand;
+        Self { buffer, offset, bytes, access, hazard: offset..offset + bytes }
+    }
+
+    /// All of an operand is bound, `hazard` of the buffer is used.
+    pub fn within(operand: Operand, access: Access, hazard: Range<u64>) -> Self {
+        Self { hazard, ..Self::new(operand, access) }
+    }
+
+    /// Whether one of two bindings writes what the other touches.
+    fn conflicts(&self, other: &Self) -> bool {
+        let constant = [self.access, other.access].contains(&Access::Constant);
+        let writes = [self.access, other.access].contains(&Access::Write);
+        self.buffer == other.buffer
+            && writes
+            && !constant
+            && self.hazard.start < other.hazard.end
+            && other.hazard.start < self.hazard.end
+    }
+}
+
+/// One kernel launch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dispatch {
+    /// The kernel's name in the text.
+    pub kernel: &'static str,
+    /// The operation (or fused chain) it belongs to, for timings and tables.
+    pub op: &'static str,
+    /// Layer, or `None` outside the layers.
+    pub layer: Option<u32>,
+    /// Threadgroups.
+    pub groups: [u32; 3],
+    /// Threads of a threadgroup, a multiple of 32.
+    pub threads: u32,
+    /// Buffers, bound at the indices 0, 1, …; the arguments follow at the next index.
+    pub bindings: Vec<Binding>,
+    /// Bytes of the argument struct; its name is checked against the kernel's when it is recorded.
+    pub args: Vec<u8>,
+    /// Distinct bytes that the dispatch reads and writes, as its encoder counts them.
+    pub traffic: u64,
+}
+
+impl Dispatch {
+    fn conflicts(&self, other: &Self) -> bool {
+        self.bindings.iter().any(|a| other.bindings.iter().any(|b| a.conflicts(b)))
+    }
+}
+
+/// The dispatches of one submission, in an order in which running them one by one is right, cut into
+/// stages: dispatches of one stage do not depend on each other, each stage waits for the one before it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct CommandList {
+    /// Dispatches in order.
+    pub dispatches: Vec<Dispatch>,
+    /// The pipeline of each.
+    pub pipelines: Vec<Pipeline>,
+    /// First dispatch of each stage; the first stage begins at 0.
+    pub stages: Vec<usize>,
+    /// Ranges of shared buffers that the host wrote for this list.
+    pub inputs: Vec<(Buffer, Range<u64>)>,
+    /// Ranges of shared buffers that the host reads after this list.
+    pub outputs: Vec<(Buffer, Range<u64>)>,
+}
+
+impl CommandList {
+    /// The dispatches of each stage.
+    pub fn stages(&self) -> impl Iterator<Item = Range<usize>> {
+        let ends = self.stages.iter().skip(1).copied().chain([self.dispatches.len()]);
+        self.stages.iter().copied().zip(ends).map(|(a, b)| a..b)
+    }
+}
+
+/// Records dispatches.
+#[derive(Debug, Default)]
+pub struct Recorder {
+    /// Dispatches so far.
+    pub dispatches: Vec<Dispatch>,
+    /// The operation that dispatches are recorded for.
+    pub op: &'static str,
+    /// Its layer.
+    pub layer: Option<u32>,
+}
+
+impl Recorder {
+    /// Records one launch of `kernel`; `traffic` as in [`Dispatch::traffic`]. A launch without threadgroups
+    /// is left out.
+    pub fn dispatch(
+        &mut self,
+        kernel: &'static str,
+        groups: [u32; 3],
+        threads: u32,
+        bindings: Vec<Binding>,
+        args: &impl KernelArgs,
+        traffic: u64,
+    ) {
+        debug_assert!(threads.is_multiple_of(32) && threads > 0, "{kernel}: {threads} threads");
+        if groups.contains(&0) {
+            return;
+        }
+        let args = bytemuck::bytes_of(args).to_vec();
+        let (op, layer) = (self.op, self.layer);
+        self.dispatches.push(Dispatch {
+            kernel,
+            op,
+            layer,
+            groups,
+            threads,
+            bindings,
+            args,
+            traffic,
+        });
+    }
+
+    /// Cuts the dispatches into stages. `concurrent` lets dispatches without a conflict share a stage;
+    /// without it each is a stage of its own.
+    pub fn finish(self, concurrent: bool) -> CommandList {
+        let mut stages = Vec::new();
+        let mut first = 0;
+        for (i, dispatch) in self.dispatches.iter().enumerate() {
+            let waits = || self.dispatches[first..i].iter().any(|d| d.conflicts(dispatch));
+            if i == 0 || !concurrent || waits() {
+                stages.push(i);
+                first = i;
+            }
+        }
+        CommandList { dispatches: self.dispatches, stages, ..CommandList::default() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel_args;
+
+    kernel_args! {
+        /// None to speak of.
+        pub struct NoArgs { unused: u32 }
+    }
+
+    fn list(concurrent: bool, launches: &[(u64, u64)]) -> Vec<usize> {
+        let at =
+            |offset| Operand { buffer: Buffer(0), offset, bytes: 16, element: ElementType::F32 };
+        let mut r = Recorder::default();
+        for &(read, write) in launches {
+            let bindings =
+                vec![Binding::new(at(read), Access::Read), Binding::new(at(write), Access::Write)];
+            r.dispatch("k", [1, 1, 1], 32, bindings, &NoArgs { unused: 0 }, 0);
+        }
+        r.finish(concurrent).stages
+    }
+
+    #[test]
+    fn a_stage_ends_where_the_data_says_so() {
+        // Reads of one range are no conflict; read after write, write after read and write after write are.
+        assert_eq!(list(true, &[(0, 16), (0, 32), (0, 48)]), [0]);
+        assert_eq!(list(true, &[(0, 16), (16, 32)]), [0, 1]);
+        assert_eq!(list(true, &[(0, 16), (32, 0)]), [0, 1]);
+        assert_eq!(list(true, &[(0, 16), (0, 16)]), [0, 1]);
+        assert_eq!(list(true, &[(0, 8), (0, 16)]), [0, 1], "overlapping ranges");
+        assert_eq!(list(false, &[(0, 16), (0, 32)]), [0, 1]);
+    }
+
+    #[test]
+    fn constants_and_other_parts_of_a_buffer_are_no_conflict() {
+        let whole = Operand { buffer: Buffer(1), offset: 0, bytes: 64, element: ElementType::F32 };
+        let mut r = Recorder::default();
+        for layer in 0..2u64 {
+            let part = Binding::within(whole, Access::Write, layer * 32..layer * 32 + 32);
+            r.dispatch("k", [1, 1, 1], 32, vec![part], &NoArgs { unused: 0 }, 0);
+        }
+        let constant = Binding::new(whole, Access::Constant);
+        r.dispatch("k", [1, 1, 1], 32, vec![constant], &NoArgs { unused: 0 }, 0);
+        r.dispatch("k", [1, 0, 1], 32, vec![], &NoArgs { unused: 0 }, 0);
+        let list = r.finish(true);
+        assert_eq!((list.stages.len(), list.dispatches.len()), (1, 3));
+        assert_eq!(list.stages().collect::<Vec<_>>(), [0..3]);
+    }
+}

@@ -1,0 +1,86 @@
+//! What is known of a device before a kernel runs: the input of every policy.
+
+/// Which platform header a kernel text begins with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Platform {
+    /// Metal Shading Language 3.1: simdgroup matrices.
+    Metal,
+    /// Metal Shading Language 4.0: tensor operations beside simdgroup matrices.
+    MetalTensor,
+    /// CUDA through NVRTC.
+    Cuda,
+    /// The host, thread by thread.
+    Host,
+}
+
+/// A device, as policies see it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Profile {
+    /// Name for messages: `Apple M4 Max`, `NVIDIA H200`.
+    pub name: String,
+    /// Platform of its kernel texts.
+    pub platform: Platform,
+    /// GPU cores (streaming multiprocessors).
+    pub cores: u32,
+    /// Bytes of threadgroup memory a threadgroup may have.
+    pub threadgroup_memory: u32,
+    /// Threads of a core that run at once.
+    pub threads_per_core: u32,
+    /// Bytes of the largest buffer.
+    pub max_buffer: u64,
+    /// Bytes that may be allocated in sum.
+    pub memory: u64,
+    /// Bytes read from memory in a second, at best.
+    pub bandwidth: f64,
+    /// Whether host and device share one memory.
+    pub unified: bool,
+}
+
+impl Profile {
+    /// The profiles that are known by name, for plans made without the device.
+    pub fn named(name: &str) -> Option<Self> {
+        let gib = |n: u64| n << 30;
+        let metal = |name: &str, cores, memory, bandwidth: f64, platform| Self {
+            name: name.into(),
+            platform,
+            cores,
+            threadgroup_memory: 32 << 10,
+            threads_per_core: 1024,
+            max_buffer: memory / 2,
+            memory: memory / 4 * 3,
+            bandwidth: bandwidth * 1e9,
+            unified: true,
+        };
+        Some(match name {
+            "m1-max" => metal("Apple M1 Max", 32, gib(64), 400.0, Platform::Metal),
+            "m2-max" => metal("Apple M2 Max", 38, gib(64), 400.0, Platform::Metal),
+            "m3-max" => metal("Apple M3 Max", 40, gib(64), 400.0, Platform::Metal),
+            "m4-max" => metal("Apple M4 Max", 40, gib(64), 546.0, Platform::Metal),
+            "m5" => metal("Apple M5", 10, gib(32), 153.0, Platform::MetalTensor),
+            "metal" | "m5-max" => metal("Apple M5 Max", 40, gib(64), 614.0, Platform::MetalTensor),
+            "cuda" | "h200" => Self {
+                name: "NVIDIA H200".into(),
+                platform: Platform::Cuda,
+                cores: 132,
+                threadgroup_memory: 48 << 10,
+                threads_per_core: 2048,
+                max_buffer: gib(139),
+                memory: gib(139),
+                bandwidth: 4.65e12,
+                unified: false,
+            },
+            "softgpu" => Self {
+                name: "host, thread by thread".into(),
+                platform: Platform::Host,
+                cores: 8,
+                threadgroup_memory: 32 << 10,
+                threads_per_core: 1024,
+                max_buffer: gib(4),
+                memory: gib(16),
+                bandwidth: 10e9,
+                unified: true,
+            },
+            _ => return None,
+        })
+    }
+}

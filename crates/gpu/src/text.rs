@@ -1,0 +1,145 @@
+//! The kernel text: one for a model shape and a platform.
+
+use lily_ops::Op;
+use lily_ops::Plan;
+use lily_ops::ops::{Attention, DeltaScan};
+
+use crate::profile::Platform;
+
+/// Sizes that are compiled into the text, because registers and unrolled loops depend on them. All other
+/// sizes are arguments. A part that a plan does not have keeps its default.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Elements of a recurrent key head, a multiple of 32.
+    pub key_dim: u32,
+    /// Elements of a recurrent value head.
+    pub value_dim: u32,
+    /// Recurrent value heads that share a key head.
+    pub value_heads_per_key: u32,
+    /// Taps of the causal convolution.
+    pub conv_taps: u32,
+    /// Elements of an attention head, a multiple of 32.
+    pub head_dim: u32,
+    /// Query heads that share a KV head.
+    pub heads_per_kv: u32,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self {
+            key_dim: 128,
+            value_dim: 128,
+            value_heads_per_key: 2,
+            conv_taps: 4,
+            head_dim: 256,
+            heads_per_kv: 8,
+        }
+    }
+}
+
+impl Shape {
+    /// The sizes of a plan.
+    pub fn of(plan: &Plan) -> Self {
+        let state = &plan.state;
+        let mut shape = Self { conv_taps: state.conv_taps as u32, ..Self::default() };
+        for node in plan.nodes() {
+            match &node.op {
+                Op::DeltaScan(DeltaScan { key_heads, .. }) => {
+                    shape.key_dim = state.dk as u32;
+                    shape.value_dim = state.dv as u32;
+                    shape.value_heads_per_key = (state.heads / key_heads) as u32;
+                }
+                Op::QkL2Norm(op) => shape.key_dim = op.dk as u32,
+                Op::GatedRmsNorm(_) => shape.value_dim = state.dv as u32,
+                Op::AttentionPrep(_) | Op::AttentionGate(_) => {
+                    shape.head_dim = state.head_dim as u32
+                }
+                Op::Attention(Attention { heads, .. }) => {
+                    shape.head_dim = state.head_dim as u32;
+                    shape.heads_per_kv = (heads / state.kv_heads) as u32;
+                }
+                _ => {}
+            }
+        }
+        shape
+    }
+
+    fn defines(&self) -> String {
+        [
+            ("KEY_DIM", self.key_dim),
+            ("VALUE_DIM", self.value_dim),
+            ("VALUE_HEADS_PER_KEY", self.value_heads_per_key),
+            ("CONV_TAPS", self.conv_taps),
+            ("HEAD_DIM", self.head_dim),
+            ("HEADS_PER_KV", self.heads_per_kv),
+            ("PAGE_TOKENS", lily_ops::plan::PAGE_TOKENS as u32),
+            ("GROUP", lily_ops::plan::GROUP as u32),
+        ]
+        .map(|(name, value)| format!("#define {name} {value}u\n"))
+        .concat()
+    }
+}
+
+/// A kernel text, ready for a compiler.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Text {
+    /// The platform it is for.
+    pub platform: Platform,
+    /// The text.
+    pub source: String,
+}
+
+macro_rules! kernel_file {
+    ($name:literal) => {
+        ($name, include_str!(concat!("../kernels/", $name)))
+    };
+}
+
+/// The platform headers.
+const PLATFORMS: [(&str, &str); 4] = [
+    kernel_file!("platform_metal.h"),
+    kernel_file!("platform_cuda.h"),
+    kernel_file!("platform_cpu.h"),
+    kernel_file!("platform_check.h"),
+];
+
+/// The kernel files, in the order they stand in a text.
+pub const FILES: &[(&str, &str)] = &[kernel_file!("common.metal")];
+
+/// The platform header of that file name, for checks that bring their own driver of the text.
+pub fn platform_header(file: &str) -> Option<&'static str> {
+    PLATFORMS.iter().find(|(name, _)| *name == file).map(|(_, text)| *text)
+}
+
+impl Text {
+    /// The text of all kernels for a shape.
+    pub fn new(platform: Platform, shape: &Shape) -> Self {
+        let header = match platform {
+            Platform::Metal | Platform::MetalTensor => "platform_metal.h",
+            Platform::Cuda => "platform_cuda.h",
+            Platform::Host => "platform_cpu.h",
+        };
+        let mut source = shape.defines();
+        if platform == Platform::MetalTensor {
+            source += "#define K_TENSOR 1\n";
+        }
+        source += &format!("#line 1 \"{header}\"\n{}", platform_header(header).unwrap_or_default());
+        source += &Self::body();
+        Self { platform, source }
+    }
+
+    /// Argument structs and kernels, without defines and platform header.
+    pub fn body() -> String {
+        let mut source = String::from("#line 1 \"arguments\"\n");
+        source += &crate::kernels::argument_structs();
+        for (name, text) in FILES {
+            source += &format!("#line 1 \"{name}\"\n{text}");
+        }
+        source
+    }
+
+    /// The defines of a shape, for checks that bring their own platform header.
+    pub fn defines(shape: &Shape) -> String {
+        shape.defines()
+    }
+}

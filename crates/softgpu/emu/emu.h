@@ -1,0 +1,28 @@
+// CPU emulator of GPU kernels: a fiber per kernel thread, one threadgroup at a time.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+namespace emu {
+struct Dim3 { uint32_t x, y, z; };
+struct Ids { Dim3 group, thread, groups; uint32_t lane, simd; };
+typedef void (*Body)(void *closure, const Ids &);
+// A kernel of a text: registered by its KERNEL macro.
+struct Entry {
+  const char *name; Body body; uint32_t max_threads, slots, args_bytes; Entry *next;
+  static Entry *&head();
+  Entry(const char *n, Body b, uint32_t m, uint32_t s, uint32_t a) : name(n), body(b), max_threads(m), slots(s), args_bytes(a), next(head()) { head() = this; }
+};
+void *shared(const void *site, size_t bytes, size_t align);      // one block per SHARED site per threadgroup, NaN-filled
+void barrier(const char *file, int line, bool simd);
+// Simd operations: each waits for the whole simdgroup; a lane elsewhere is an error. Float sums in butterfly order.
+float sum(float v, const char *file, int line);
+uint32_t sum(uint32_t v, const char *file, int line);
+float max(float v, const char *file, int line);
+uint32_t max(uint32_t v, const char *file, int line);
+uint32_t min(uint32_t v, const char *file, int line);
+uint32_t exclusive_sum(uint32_t v, const char *file, int line);
+uint32_t shuffle(uint32_t v, uint32_t from, const char *file, int line);
+void mma8(const float abc[6], float d[2], const char *file, int line);   // two elements a lane of A, B, C
+uint32_t lane();
+uint32_t simd();
+}

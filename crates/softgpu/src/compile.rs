@@ -1,0 +1,196 @@
+//! Kernel texts to shared libraries, through the host's C++ compiler, with a cache on disk.
+
+use std::collections::hash_map::DefaultHasher;
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const EMULATOR: &str = include_str!("../emu/emu.cpp");
+const HEADER: &str = include_str!("../emu/emu.h");
+
+/// Why a kernel text has no library.
+#[derive(Debug)]
+pub struct CompileError(pub String);
+
+/// A C++ compiler and where its results are kept.
+#[derive(Clone, Debug)]
+pub struct Compiler {
+    program: String,
+    flags: Vec<String>,
+    folder: PathBuf,
+}
+
+impl Default for Compiler {
+    /// `$CXX`, else `c++`; results under the system's folder for temporary files.
+    fn default() -> Self {
+        let flags = ["-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-w", "-fPIC"];
+        Self {
+            program: std::env::var("CXX").unwrap_or_else(|_| "c++".into()),
+            flags: flags.map(String::from).to_vec(),
+            folder: std::env::temp_dir().join("lily-softgpu"),
+        }
+    }
+}
+
+impl Compiler {
+    /// The shared library of a kernel text.
+    pub fn library(&self, source: &str) -> Result<Library, CompileError> {
+        let mut hasher = DefaultHasher::new();
+        (source, EMULATOR, HEADER, &self.program, &self.flags).hash(&mut hasher);
+        let target = self.folder.join(format!("{:016x}.so", hasher.finish()));
+        if !target.is_file() {
+            self.build(source, &target)?;
+        }
+        Library::open(&target)
+    }
+
+    /// Builds beside the target and renames, so that tests in parallel never see half a file.
+    fn build(&self, source: &str, target: &Path) -> Result<(), CompileError> {
+        let io = |what: &Path, e: std::io::Error| CompileError(format!("{}: {e}", what.display()));
+        let own = format!("{}-{:?}", std::process::id(), std::thread::current().id());
+        let own: String = own.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
+        let folder = self.folder.join(format!("build-{own}"));
+        std::fs::create_dir_all(&folder).map_err(|e| io(&folder, e))?;
+        let result = self
+            .compile(source, &folder)
+            .and_then(|built| std::fs::rename(&built, target).map_err(|e| io(target, e)));
+        let _ = std::fs::remove_dir_all(&folder);
+        result
+    }
+
+    fn compile(&self, source: &str, folder: &Path) -> Result<PathBuf, CompileError> {
+        for (name, text) in [("emu.h", HEADER), ("emu.cpp", EMULATOR), ("kernels.cpp", source)] {
+            let path = folder.join(name);
+            std::fs::write(&path, text)
+                .map_err(|e| CompileError(format!("{}: {e}", path.display())))?;
+        }
+        let mut command = Command::new(&self.program);
+        command.args(&self.flags).args(["-shared", "-o", "kernels.so", "emu.cpp", "kernels.cpp"]);
+        let output = command.current_dir(folder).output().map_err(|e| {
+            CompileError(format!(
+                "the C++ compiler `{}` does not run ({e}); install one or name it in CXX",
+                self.program
+            ))
+        })?;
+        if !output.status.success() {
+            return Err(CompileError(String::from_utf8_lossy(&output.stderr).into_owned()));
+        }
+        Ok(folder.join("kernels.so"))
+    }
+}
+
+/// What a kernel takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Signature {
+    /// Buffers and the argument struct.
+    pub slots: u32,
+    /// Bytes of the argument struct.
+    pub args_bytes: u32,
+    /// Threads of a threadgroup at most.
+    pub max_threads: u32,
+}
+
+type KernelFn = unsafe extern "C" fn(*const c_char, *mut u32, *mut u32, *mut u32) -> c_int;
+type LaunchFn = unsafe extern "C" fn(
+    *const c_char,
+    *const u32,
+    u32,
+    *mut *mut c_void,
+    u32,
+    c_int,
+) -> *const c_char;
+type BarrierFn = unsafe extern "C" fn();
+type StatsFn = unsafe extern "C" fn(*mut u64);
+
+/// A loaded library: the emulator and one kernel text. It stays loaded, as fibers hold its code.
+pub struct Library {
+    kernel: KernelFn,
+    launch: LaunchFn,
+    barrier: BarrierFn,
+    stats: StatsFn,
+}
+
+impl Library {
+    fn open(path: &Path) -> Result<Self, CompileError> {
+        let error = |what: &str| CompileError(format!("{}: {what}", path.display()));
+        let name =
+            CString::new(path.as_os_str().as_encoded_bytes()).map_err(|_| error("odd path"))?;
+        // SAFETY: the name is a terminated string; the library's initialisers only register kernels.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if handle.is_null() {
+            // SAFETY: dlerror gives a terminated string after a failed dlopen.
+            let why = unsafe { CStr::from_ptr(libc::dlerror()) };
+            return Err(error(&why.to_string_lossy()));
+        }
+        let symbol = |name: &CStr| {
+            // SAFETY: the handle is open and the name is terminated.
+            let at = unsafe { libc::dlsym(handle, name.as_ptr()) };
+            if at.is_null() { Err(error("a symbol of the emulator is missing")) } else { Ok(at) }
+        };
+        // SAFETY: emu.cpp, which this crate compiled, defines the four functions with these types.
+        unsafe {
+            Ok(Self {
+                kernel: std::mem::transmute::<*mut c_void, KernelFn>(symbol(c"lily_emu_kernel")?),
+                launch: std::mem::transmute::<*mut c_void, LaunchFn>(symbol(c"lily_emu_launch")?),
+                barrier: std::mem::transmute::<*mut c_void, BarrierFn>(symbol(
+                    c"lily_emu_barrier",
+                )?),
+                stats: std::mem::transmute::<*mut c_void, StatsFn>(symbol(c"lily_emu_stats")?),
+            })
+        }
+    }
+
+    pub(crate) fn signature(&self, kernel: &CStr) -> Option<Signature> {
+        let (mut slots, mut args_bytes, mut max_threads) = (0, 0, 0);
+        // SAFETY: the name is terminated, the three numbers are ours.
+        let found = unsafe {
+            (self.kernel)(kernel.as_ptr(), &mut slots, &mut args_bytes, &mut max_threads)
+        };
+        (found != 0).then_some(Signature { slots, args_bytes, max_threads })
+    }
+
+    /// Runs one dispatch; an error says what went wrong.
+    ///
+    /// # Safety
+    /// `slots` holds what the kernel's signature names: pointers to as many bytes as the kernel touches.
+    pub(crate) unsafe fn launch(
+        &self,
+        kernel: &CStr,
+        groups: [u32; 3],
+        threads: u32,
+        slots: &mut [*mut c_void],
+        order: Option<u32>,
+    ) -> Result<(), String> {
+        let (seed, shuffle) = (order.unwrap_or(0), c_int::from(order.is_some()));
+        // SAFETY: the caller vouches for the slots; name and groups outlive the call.
+        let error = unsafe {
+            (self.launch)(
+                kernel.as_ptr(),
+                groups.as_ptr(),
+                threads,
+                slots.as_mut_ptr(),
+                seed,
+                shuffle,
+            )
+        };
+        if error.is_null() {
+            return Ok(());
+        }
+        // SAFETY: a terminated string that stays until this thread's next launch.
+        Err(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned())
+    }
+
+    pub(crate) fn barrier(&self) {
+        // SAFETY: no arguments, no preconditions.
+        unsafe { (self.barrier)() }
+    }
+
+    /// Threads, switches, barriers and simd operations of this thread so far.
+    pub(crate) fn stats(&self) -> [u64; 4] {
+        let mut four = [0; 4];
+        // SAFETY: the function writes four numbers.
+        unsafe { (self.stats)(four.as_mut_ptr()) };
+        four
+    }
+}

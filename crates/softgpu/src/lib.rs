@@ -1,0 +1,13 @@
+//! A GPU driver for tests: compiles the kernel text with the host's C++ compiler and runs each kernel
+//! thread as a fiber. Not shipped.
+//!
+//! What it is strict about: threadgroup memory starts as NaN; a barrier or simd operation that not every
+//! thread reaches is an error that names both lines; dispatches of one stage, threadgroups and simdgroups run
+//! in random order; buffer ranges and argument sizes are checked against the kernel.
+#![deny(missing_docs)]
+
+mod compile;
+mod driver;
+
+pub use compile::{CompileError, Compiler};
+pub use driver::{Options, SoftDriver, Stats};
