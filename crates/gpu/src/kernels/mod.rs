@@ -3,7 +3,8 @@
 
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
-    [common::declarations()].concat()
+    [common::declarations(), attention::declarations()].concat()
 }
 
+pub mod attention;
 pub mod common;
