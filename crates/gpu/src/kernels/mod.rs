@@ -3,7 +3,8 @@
 
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
-    [common::declarations()].concat()
+    [common::declarations(), delta::declarations()].concat()
 }
 
 pub mod common;
+pub mod delta;
