@@ -11,6 +11,7 @@ pub mod args;
 pub mod driver;
 pub mod encode;
 pub mod evaluate;
+pub mod fuse;
 pub mod kernels;
 pub mod list;
 pub mod memory;
