@@ -54,7 +54,7 @@ pub fn evaluate(
         outputs: case.output_rows.len().max(1),
         pages: pages_each * case.slots.len().max(1),
     };
-    let memory = Memory::new(driver, plan, &limits, 1)?;
+    let memory = Memory::new(driver, plan, &limits, 1, 0)?;
     let tables = &memory.tables[0];
 
     // Pages of the slots interleave, last ones first.
@@ -175,10 +175,22 @@ fn write_step(driver: &mut dyn Driver, tables: &Tables, case: &Case) -> Result<(
         rows.extend(std::iter::repeat_n(i as u32, s.rows));
     }
     let output_rows: Vec<u32> = case.output_rows.iter().map(|r| *r as u32).collect();
-    driver.write(tables.segments.buffer, 0, bytemuck::cast_slice(&segments))?;
-    driver.write(tables.row_segments.buffer, 0, bytemuck::cast_slice(&rows))?;
-    driver.write(tables.tokens.buffer, 0, bytemuck::cast_slice(&case.tokens))?;
-    driver.write(tables.output_rows.buffer, 0, bytemuck::cast_slice(&output_rows))
+    driver.write(
+        tables.segments.buffer,
+        tables.segments.offset,
+        bytemuck::cast_slice(&segments),
+    )?;
+    driver.write(
+        tables.row_segments.buffer,
+        tables.row_segments.offset,
+        bytemuck::cast_slice(&rows),
+    )?;
+    driver.write(tables.tokens.buffer, tables.tokens.offset, bytemuck::cast_slice(&case.tokens))?;
+    driver.write(
+        tables.output_rows.buffer,
+        tables.output_rows.offset,
+        bytemuck::cast_slice(&output_rows),
+    )
 }
 
 /// A buffer for each value, inputs filled; the rest NaN, so that an element that no kernel writes shows.

@@ -16,6 +16,10 @@ pub struct Memory {
     slots: usize,
     /// Tables of each step in flight; all but the step's own are shared.
     pub tables: Vec<Tables>,
+    /// What else the host writes for each step in flight, in the same buffer as the step's tables.
+    pub extra: Vec<Operand>,
+    /// Bytes that the host writes for a step, from the start of that buffer.
+    input_bytes: u64,
 }
 
 /// Bytes of what [`Memory::new`] allocates.
@@ -27,6 +31,25 @@ pub struct MemoryBytes {
     pub state: u64,
     /// Tables.
     pub tables: u64,
+}
+
+/// Where in a step's buffer its parts lie: segments, rows, tokens, output rows, the rest.
+struct StepParts {
+    ranges: [std::ops::Range<u64>; 5],
+    bytes: u64,
+}
+
+impl StepParts {
+    fn new(limits: &Limits, extra: u64) -> Self {
+        let rows = limits.rows as u64 * 4;
+        let mut at = 0u64;
+        let ranges = [limits.slots as u64 * 16, rows, rows, rows, extra].map(|bytes| {
+            let start = at;
+            at = (at + bytes.max(16)).next_multiple_of(64);
+            start..start + bytes.max(16)
+        });
+        Self { ranges, bytes: at }
+    }
 }
 
 /// Largest number of tokens a slot can hold.
@@ -50,11 +73,11 @@ fn state_words(layout: &StateLayout) -> (u64, u64) {
 
 impl Memory {
     /// What it takes.
-    pub fn need(plan: &Plan, limits: &Limits, steps: usize) -> MemoryBytes {
+    pub fn need(plan: &Plan, limits: &Limits, steps: usize, extra: u64) -> MemoryBytes {
         let slots = limits.slots as u64;
         let (_, words) = state_words(&plan.state);
         let rope = rope_dims(plan).map_or(1, |r| r.dims as u64);
-        let per_step = 16 * slots + 12 * limits.rows as u64;
+        let per_step = StepParts::new(limits, extra).bytes;
         MemoryBytes {
             kv: limits.pages as u64 * page_bytes(&plan.state),
             state: slots.saturating_mul(2 * words * 4),
@@ -64,12 +87,14 @@ impl Memory {
         }
     }
 
-    /// Allocates everything, all slots empty. `steps` is how many steps may be in flight.
+    /// Allocates everything, all slots empty. `steps` is how many steps may be in flight, `extra` how many bytes
+    /// the host writes for a step beside its tables.
     pub fn new(
         driver: &mut dyn Driver,
         plan: &Plan,
         limits: &Limits,
         steps: usize,
+        extra: u64,
     ) -> Result<Self, DriverError> {
         let layout = plan.state;
         let mut take = |what: &str, count: u64, element: ElementType, placement: Placement| {
@@ -93,15 +118,20 @@ impl Memory {
         let rope = rope_dims(plan);
         let angles = context(limits) * rope.map_or(0, |r| r.dims as u64);
         let rope_table = take("rotary angles", angles, ElementType::F32, Placement::Device)?;
-        let rows = limits.rows as u64;
-        let mut tables = Vec::new();
+        let parts = StepParts::new(limits, extra);
+        let (mut tables, mut extras) = (Vec::new(), Vec::new());
         for _ in 0..steps {
-            let mut step = |what, count| take(what, count, ElementType::U32, Placement::Shared);
+            let all = take("step inputs", parts.bytes / 4, ElementType::U32, Placement::Shared)?;
+            let part = |i: usize| Operand {
+                offset: parts.ranges[i].start,
+                bytes: parts.ranges[i].end - parts.ranges[i].start,
+                ..all
+            };
             tables.push(Tables {
-                segments: step("segments", slots * 4)?,
-                row_segments: step("rows", rows)?,
-                tokens: step("tokens", rows)?,
-                output_rows: step("output rows", rows)?,
+                segments: part(0),
+                row_segments: part(1),
+                tokens: part(2),
+                output_rows: part(3),
                 headers,
                 pages,
                 max_pages: limits.pages as u32,
@@ -111,6 +141,7 @@ impl Memory {
                 kv: kv.clone(),
                 rope: rope_table,
             });
+            extras.push(part(4));
         }
         if let Some(rope) = rope {
             for first in (0..context(limits)).step_by(4096) {
@@ -123,7 +154,13 @@ impl Memory {
                 driver.write(rope_table.buffer, first * 4 * rope.dims as u64, &bytes)?;
             }
         }
-        Ok(Self { layout, slots: limits.slots, tables })
+        let input_bytes = parts.bytes;
+        Ok(Self { layout, slots: limits.slots, tables, extra: extras, input_bytes })
+    }
+
+    /// The range of a shared buffer that the host writes for step `which`.
+    pub fn inputs(&self, which: usize) -> (Buffer, std::ops::Range<u64>) {
+        (self.tables[which].segments.buffer, 0..self.input_bytes)
     }
 
     fn table(&self) -> &Tables {
