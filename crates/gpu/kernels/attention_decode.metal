@@ -157,7 +157,7 @@ template <uint PACK> FN void merge_head(uint h, const TG float *part, const TG f
 
 template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values,
     const DEVICE uint *pages, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE float *partial,
-    const THREAD AttentionArgs &p, TG float *part, TG float *ml, TG float *queries, uint3 group, uint lane, uint simd)
+    CONSTANT AttentionArgs &p, TG float *part, TG float *ml, TG float *queries, uint3 group, uint lane, uint simd)
 {
   const uint packs = (HEADS_PER_KV + PACK - 1) / PACK, kv_head = group.y / packs, first = group.y % packs * PACK;
   const uint slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
@@ -225,8 +225,7 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
     SHARED(float, part, ATTENTION_SIMDS * PACK * HEAD_DIM); \
     SHARED(float, ml, ATTENTION_SIMDS * PACK * 2); \
     SHARED(float, queries, TOGETHER ? 4 : PACK * HEAD_DIM); \
-    const AttentionArgs args = p; \
-    decode_split<PACK, TOGETHER, FIXED>(q, keys, values, pages, headers, segments, partial, args, part, ml, queries, k_group, k_lane, k_simd); \
+    decode_split<PACK, TOGETHER, FIXED>(q, keys, values, pages, headers, segments, partial, p, part, ml, queries, k_group, k_lane, k_simd); \
   }
 ATTENTION_DECODE(attention_split, ATTENTION_PACK, true, false)
 ATTENTION_DECODE(attention_split_unpacked, 1u, true, false)
@@ -240,7 +239,7 @@ ATTENTION_DECODE(attention_fixed_unpacked_strided, 1u, false, true)
 // Combines the splits of head k_group.x of segment k_group.y: simdgroup s takes the splits s, s + 8, …, then the eight are summed
 // in order.
 #define COMBINE_SIMDS 8u
-FN void combine_splits(const DEVICE float *partial, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, const THREAD AttentionArgs &p,
+FN void combine_splits(const DEVICE float *partial, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, CONSTANT AttentionArgs &p,
     TG float *part, TG float *ls, uint3 group, uint lane, uint simd)
 {
   const uint len = headers[segments[group.y].slot].position + 1;
@@ -279,8 +278,7 @@ KERNEL(attention_combine, 256, IN(0, float, partial), IN(1, SlotHeader, headers)
 {
   SHARED(float, part, COMBINE_SIMDS * HEAD_DIM);
   SHARED(float, ls, COMBINE_SIMDS);
-  const AttentionArgs args = p;
-  combine_splits(partial, headers, segments, args, part, ls, k_group, k_lane, k_simd);
+  combine_splits(partial, headers, segments, p, part, ls, k_group, k_lane, k_simd);
   const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x;
   for (uint d = k_thread.x; d < HEAD_DIM; d += 32 * COMBINE_SIMDS) out[head * HEAD_DIM + d] = to_bf16(combined(part, ls, d));
 }
@@ -291,8 +289,7 @@ KERNEL(attention_combine_gated, 256, IN(0, float, partial), IN(1, SlotHeader, he
 {
   SHARED(float, part, COMBINE_SIMDS * HEAD_DIM);
   SHARED(float, ls, COMBINE_SIMDS);
-  const AttentionArgs args = p;
-  combine_splits(partial, headers, segments, args, part, ls, k_group, k_lane, k_simd);
+  combine_splits(partial, headers, segments, p, part, ls, k_group, k_lane, k_simd);
   const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x;
   for (uint d = k_thread.x; d < HEAD_DIM; d += 32 * COMBINE_SIMDS) {
     const float gate = sigmoid(f32(qg[(head * 2 + 1) * HEAD_DIM + d]));

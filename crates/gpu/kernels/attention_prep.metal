@@ -1,8 +1,6 @@
 // Before attention: q and k normalized per head, both rotated, K and V written to the slot's pages. A simdgroup
 // has one head of one row.
 
-FN uint attention_pair(float a, float b) { return (as_u(f32(to_bf16(a))) >> 16) | (as_u(f32(to_bf16(b))) & 0xffff0000u); }
-
 // First element of a KV head's row at `position`, as all K and V pages are laid out.
 FN ulong attention_row(const DEVICE uint *pages, uint slot, uint max_pages, uint position, uint kv_heads, uint kv_head)
 {
@@ -27,8 +25,8 @@ FN float normed(float x, float inverse, float weight) { return x * inverse * wei
 // Element d of the rotated pair (d, its partner half the rotated elements away), `turn` the cosines, then the sines.
 FN float rotated(float own, float partner, uint d, uint dims, const DEVICE float *turn)
 {
-  const uint half = dims / 2, i = d < half ? d : d - half;
-  return d < half ? fma(own, turn[i], -(partner * turn[half + i])) : fma(own, turn[i], partner * turn[half + i]);
+  const uint pairs = dims / 2, i = d < pairs ? d : d - pairs;
+  return d < pairs ? fma(own, turn[i], -(partner * turn[pairs + i])) : fma(own, turn[i], partner * turn[pairs + i]);
 }
 
 FN uint rotation_partner(uint d, uint dims) { return d < dims / 2 ? d + dims / 2 : d - dims / 2; }
@@ -46,7 +44,7 @@ FN void head_prepare(const DEVICE bf16 *x, const DEVICE float *weight, const DEV
       y0 = rotated(y0, z0, d, dims, turn);
       y1 = rotated(y1, z1, d + 1, dims, turn);
     }
-    *(DEVICE uint *)(to + d) = attention_pair(y0, y1);
+    *(DEVICE uint *)(to + d) = pack2(y0, y1);
   }
 }
 
@@ -55,7 +53,7 @@ FN void head_normalize(const DEVICE bf16 *x, const DEVICE float *weight, float e
   const float inverse = head_inverse(x, eps, lane);
   for (uint d = lane * 2; d < HEAD_DIM; d += 64) {
     const uint w = *(const DEVICE uint *)(x + d);
-    *(DEVICE uint *)(to + d) = attention_pair(normed(bf16_low(w), inverse, weight[d]), normed(bf16_high(w), inverse, weight[d + 1]));
+    *(DEVICE uint *)(to + d) = pack2(normed(bf16_low(w), inverse, weight[d]), normed(bf16_high(w), inverse, weight[d + 1]));
   }
 }
 

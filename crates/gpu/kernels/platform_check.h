@@ -15,9 +15,11 @@ float4 load4(const DEVICE float *p);
 float4 load4(const TG float *p);
 uint2 load2(const DEVICE uint *p);
 void store4(DEVICE float *p, float a, float b, float c, float d);
+void store2(DEVICE uint *p, uint a, uint b);
+uint pack2(float lo, float hi);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name
-#define ARGS(i, T, name) const __constant T &name
+#define ARGS(i, T, name) __constant T &name
 #define SHARED(T, name, n) __local T (&name)[n] = *(__local T(*)[n])16
 #define KERNEL(name, maxthreads, ...) void name(__VA_ARGS__, uint3 k_group, uint3 k_thread, uint3 k_groups, uint k_lane, uint k_simd)
 void tg_barrier();

@@ -9,11 +9,18 @@
 
 pub mod args;
 pub mod driver;
+pub mod encode;
+pub mod evaluate;
+pub mod fuse;
 pub mod kernels;
 pub mod list;
+pub mod memory;
+pub mod null;
 pub mod profile;
+pub mod scratch;
 pub mod text;
 pub mod tuning;
+pub mod upload;
 pub mod values;
 
 pub use driver::{Buffer, Driver, DriverError, Pipeline, Placement, Submission, Timing};

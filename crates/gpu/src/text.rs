@@ -108,6 +108,8 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("common.metal"),
     kernel_file!("attention_prep.metal"),
     kernel_file!("attention_decode.metal"),
+    kernel_file!("delta.metal"),
+    kernel_file!("delta_scan.metal"),
 ];
 
 /// The platform header of that file name, for checks that bring their own driver of the text.

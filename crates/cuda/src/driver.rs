@@ -1,0 +1,547 @@
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use cudarc::driver::result::{self, DriverError as CudaError};
+use cudarc::driver::sys;
+use lily_gpu::{
+    Buffer, CommandList, Dispatch, Driver, DriverError, Pipeline, Placement, Platform, Profile,
+    Submission, Text, Timing,
+};
+
+use crate::graph::{Graph, Launch};
+use crate::memory::{Memory, Staging};
+use crate::nvrtc::{Nvrtc, NvrtcError};
+
+/// How the driver works.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Number of the device.
+    pub ordinal: i32,
+    /// Runs a list that is submitted again as a CUDA graph; off: kernel by kernel, one after another.
+    pub graphs: bool,
+    /// Where machine code is kept; `None` keeps none.
+    pub cache: Option<PathBuf>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let home = || std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache"));
+        let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home);
+        Self { ordinal: 0, graphs: true, cache: cache.map(|c| c.join("lily").join("cubin")) }
+    }
+}
+
+/// A kernel of a module.
+struct Kernel {
+    module: u64,
+    name: &'static str,
+    function: sys::CUfunction,
+}
+
+/// A list that was submitted before.
+struct Known {
+    /// Keeps the address, by which it is known, from being used again.
+    list: Arc<CommandList>,
+    graph: Option<Graph>,
+    launches: u64,
+}
+
+/// A submission under way.
+struct Flight {
+    number: u64,
+    start: sys::CUevent,
+    end: sys::CUevent,
+}
+
+/// An NVIDIA GPU through the CUDA driver API.
+pub struct CudaDriver {
+    options: Options,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    capability: (i32, i32),
+    profile: Profile,
+    buffers: HashMap<Buffer, Memory>,
+    next_buffer: u32,
+    staging: Staging,
+    modules: HashMap<u64, sys::CUmodule>,
+    kernels: Vec<Kernel>,
+    known: HashMap<*const CommandList, Known>,
+    flights: Vec<Flight>,
+    events: Vec<sys::CUevent>,
+    submissions: u64,
+    lost: Option<String>,
+}
+
+// SAFETY: handles of the CUDA driver may be used from any thread; each call makes the context current first.
+unsafe impl Send for CudaDriver {}
+
+/// Lists whose graphs are kept.
+const KEPT_GRAPHS: usize = 64;
+
+fn unavailable(what: &str, e: CudaError) -> String {
+    format!("{what}: {}", describe(&e))
+}
+
+fn describe(e: &CudaError) -> String {
+    let text = |s: Result<&std::ffi::CStr, CudaError>| {
+        s.map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
+    };
+    format!("{} ({})", text(e.error_string()), text(e.error_name()))
+}
+
+impl CudaDriver {
+    /// The name of device `ordinal`, or why there is none.
+    pub fn device_name(ordinal: i32) -> Result<String, String> {
+        Self::find(ordinal).map(|(_, name)| name)
+    }
+
+    fn find(ordinal: i32) -> Result<(sys::CUdevice, String), String> {
+        // SAFETY: only loads the library, whose initialisers have no preconditions.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("no NVIDIA driver is installed (libcuda was not found)".into());
+        }
+        result::init().map_err(|e| unavailable("the NVIDIA driver does not start", e))?;
+        let count = result::device::get_count()
+            .map_err(|e| unavailable("the NVIDIA driver lists no devices", e))?;
+        if ordinal < 0 || ordinal >= count {
+            return Err(format!("there is no CUDA device {ordinal}; {count} are there, from 0 on"));
+        }
+        let device = result::device::get(ordinal).map_err(|e| unavailable("the device", e))?;
+        let name = result::device::get_name(device).map_err(|e| unavailable("the device", e))?;
+        Ok((device, name))
+    }
+
+    /// Opens a device.
+    pub fn open(options: Options) -> Result<Self, DriverError> {
+        let (device, name) = Self::find(options.ordinal).map_err(DriverError::Lost)?;
+        let lost = |e: CudaError| DriverError::Lost(unavailable(&name, e));
+        // SAFETY: the device exists; the primary context is released when the driver is dropped.
+        let context = unsafe {
+            let context = result::primary_ctx::retain(device).map_err(lost)?;
+            result::ctx::set_current(context).map_err(lost)?;
+            context
+        };
+        let attribute = |a| {
+            // SAFETY: the device exists.
+            unsafe { result::device::get_attribute(device, a) }.map_err(lost)
+        };
+        use sys::CUdevice_attribute_enum as A;
+        let capability = (
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        if capability < (8, 0) {
+            return Err(DriverError::Lost(format!(
+                "{name} has compute capability {}.{}; bf16 matrix units need 8.0 or later",
+                capability.0, capability.1
+            )));
+        }
+        // SAFETY: the device exists.
+        let memory = unsafe { result::device::total_mem(device) }.map_err(lost)? as u64;
+        let clock = f64::from(attribute(A::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?) * 1e3;
+        let width = f64::from(attribute(A::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)?) / 8.0;
+        let profile = Profile {
+            name: name.clone(),
+            platform: Platform::Cuda,
+            cores: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+            threadgroup_memory: 48 << 10,
+            threads_per_core: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR)?
+                as u32,
+            max_buffer: memory,
+            memory,
+            bandwidth: 2.0 * clock * width,
+            unified: false,
+        };
+        let stream =
+            result::stream::create(result::stream::StreamKind::NonBlocking).map_err(lost)?;
+        let staging = Staging::new().map_err(lost)?;
+        Ok(Self {
+            options,
+            device,
+            context,
+            stream,
+            capability,
+            profile,
+            buffers: HashMap::new(),
+            next_buffer: 0,
+            staging,
+            modules: HashMap::new(),
+            kernels: Vec::new(),
+            known: HashMap::new(),
+            flights: Vec::new(),
+            events: Vec::new(),
+            submissions: 0,
+            lost: None,
+        })
+    }
+
+    /// Makes the context current; an error if the device was lost before.
+    fn enter(&self) -> Result<(), DriverError> {
+        if let Some(why) = &self.lost {
+            return Err(DriverError::Lost(why.clone()));
+        }
+        // SAFETY: retained in `open`.
+        unsafe { result::ctx::set_current(self.context) }
+            .map_err(|e| DriverError::Lost(unavailable(&self.profile.name, e)))
+    }
+
+    /// An error of a call that runs kernels or copies: CUDA reports a kernel's fault at any later call, and
+    /// the context is of no use after it.
+    fn fault(&mut self, doing: &str, e: CudaError) -> DriverError {
+        let why = format!("{doing}: {}", describe(&e));
+        self.lost = Some(why.clone());
+        DriverError::Lost(why)
+    }
+
+    fn memory(&self, buffer: Buffer, offset: u64, len: u64) -> Result<&Memory, DriverError> {
+        let memory = self
+            .buffers
+            .get(&buffer)
+            .ok_or_else(|| DriverError::Invalid(format!("buffer {} does not exist", buffer.0)))?;
+        match offset.checked_add(len) {
+            Some(end) if end <= memory.bytes => Ok(memory),
+            _ => Err(DriverError::Invalid(format!(
+                "bytes {offset} + {len} of buffer {}, which has {}",
+                buffer.0, memory.bytes
+            ))),
+        }
+    }
+
+    fn launch_of(&self, dispatch: &Dispatch, pipeline: Pipeline) -> Result<Launch, DriverError> {
+        let kernel = self
+            .kernels
+            .get(pipeline.0 as usize)
+            .filter(|k| k.name == dispatch.kernel)
+            .ok_or_else(|| {
+                DriverError::Invalid(format!("{}: not this kernel's pipeline", dispatch.kernel))
+            })?;
+        let mut buffers = Vec::new();
+        for b in &dispatch.bindings {
+            buffers.push(self.memory(b.buffer, b.offset, b.bytes)?.device + b.offset);
+        }
+        Ok(Launch {
+            function: kernel.function,
+            groups: dispatch.groups,
+            threads: dispatch.threads,
+            buffers,
+            args: dispatch.args.clone(),
+        })
+    }
+
+    fn stages(&self, list: &CommandList) -> Result<Vec<Vec<Launch>>, DriverError> {
+        if list.pipelines.len() != list.dispatches.len() {
+            return Err(DriverError::Invalid("a dispatch has no pipeline".into()));
+        }
+        list.stages()
+            .map(|stage| {
+                stage.map(|i| self.launch_of(&list.dispatches[i], list.pipelines[i])).collect()
+            })
+            .collect()
+    }
+
+    fn code(&self, text: &Text) -> Result<Vec<u8>, DriverError> {
+        let failed = |log: String| DriverError::Compile { device: self.profile.name.clone(), log };
+        let nvrtc = Nvrtc::open().map_err(|e| match e {
+            NvrtcError::Missing(what) | NvrtcError::Refused(what) => failed(what),
+        })?;
+        let mut hasher = DefaultHasher::new();
+        (&text.source, self.capability, nvrtc.version()).hash(&mut hasher);
+        let file = format!("{:016x}.cubin", hasher.finish());
+        let path = self.options.cache.as_ref().map(|folder| folder.join(file));
+        if let Some(code) =
+            path.as_ref().and_then(|p| std::fs::read(p).ok()).filter(|c| !c.is_empty())
+        {
+            return Ok(code);
+        }
+        let (code, _) = nvrtc.compile(&text.source, self.capability).map_err(|e| match e {
+            NvrtcError::Missing(what) | NvrtcError::Refused(what) => failed(what),
+        })?;
+        if let Some(path) = path {
+            // A cache that cannot be written costs only the next start's time.
+            let beside = path.with_extension(format!("{}.tmp", std::process::id()));
+            let _ = path.parent().map(std::fs::create_dir_all);
+            if std::fs::write(&beside, &code).is_ok() {
+                let _ = std::fs::rename(&beside, &path);
+            }
+        }
+        Ok(code)
+    }
+
+    fn event(&mut self) -> Result<sys::CUevent, CudaError> {
+        match self.events.pop() {
+            Some(event) => Ok(event),
+            None => result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT),
+        }
+    }
+
+    /// Moves the given ranges of shared buffers, to the device or back.
+    fn mirror(
+        &self,
+        ranges: &[(Buffer, std::ops::Range<u64>)],
+        down: bool,
+    ) -> Result<(), CudaError> {
+        for (buffer, range) in ranges {
+            let Some(m) = self.buffers.get(buffer).filter(|m| !m.host.is_null()) else { continue };
+            let (start, end) = (range.start.min(m.bytes), range.end.min(m.bytes));
+            if start >= end {
+                continue;
+            }
+            let len = (end - start) as usize;
+            // SAFETY: both ranges lie inside the buffer; the host side is pinned and stays until the driver
+            // has synchronized; the caller leaves it alone until the submission has ended.
+            unsafe {
+                let host = std::slice::from_raw_parts_mut(m.host.add(start as usize), len);
+                match down {
+                    true => result::memcpy_dtoh_async(host, m.device + start, self.stream)?,
+                    false => result::memcpy_htod_async(m.device + start, host, self.stream)?,
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, list: &Arc<CommandList>) -> Result<(), CudaError> {
+        let key = Arc::as_ptr(list);
+        let known = self.known.get_mut(&key).expect("entered by submit");
+        known.launches += 1;
+        if let Some(graph) = &known.graph {
+            return graph.run(self.stream);
+        }
+        // The first time kernel by kernel: a list that runs once needs no graph.
+        let again = known.launches > 1 && self.options.graphs;
+        let stages = self.stages(list).expect("checked by submit");
+        if again {
+            let graph = Graph::new(&stages)?;
+            graph.run(self.stream)?;
+            if let Some(known) = self.known.get_mut(&key) {
+                known.graph = Some(graph);
+            }
+            return Ok(());
+        }
+        stages.iter().flatten().try_for_each(|launch| launch.run(self.stream))
+    }
+
+    /// Forgets lists that nobody else holds any more.
+    fn forget_lists(&mut self) {
+        if self.known.len() < KEPT_GRAPHS {
+            return;
+        }
+        // SAFETY: the stream is ours; after it no graph runs.
+        let _ = unsafe { result::stream::synchronize(self.stream) };
+        let gone: Vec<_> = self
+            .known
+            .iter()
+            .filter(|(_, k)| Arc::strong_count(&k.list) == 1)
+            .map(|(key, _)| *key)
+            .collect();
+        for key in gone {
+            if let Some(graph) = self.known.remove(&key).and_then(|k| k.graph) {
+                // SAFETY: synchronized above.
+                unsafe { graph.free() };
+            }
+        }
+    }
+}
+
+impl Driver for CudaDriver {
+    fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    fn allocate(
+        &mut self,
+        what: &str,
+        bytes: u64,
+        placement: Placement,
+    ) -> Result<Buffer, DriverError> {
+        self.enter()?;
+        let memory = Memory::new(bytes, placement == Placement::Shared).map_err(|e| {
+            let free = result::mem_get_info().map(|(free, _)| free).unwrap_or(0);
+            let why = format!("{} bytes are free on {}: {}", free, self.profile.name, describe(&e));
+            DriverError::OutOfMemory { what: what.into(), bytes, why }
+        })?;
+        let buffer = Buffer(self.next_buffer);
+        self.next_buffer += 1;
+        self.buffers.insert(buffer, memory);
+        Ok(buffer)
+    }
+
+    fn release(&mut self, buffer: Buffer) {
+        if self.enter().is_err() {
+            return;
+        }
+        if let Some(memory) = self.buffers.remove(&buffer) {
+            // SAFETY: the stream is ours; after it nothing uses the buffer.
+            unsafe {
+                let _ = result::stream::synchronize(self.stream);
+                memory.free();
+            }
+        }
+    }
+
+    fn write(&mut self, buffer: Buffer, offset: u64, bytes: &[u8]) -> Result<(), DriverError> {
+        let memory = self.memory(buffer, offset, bytes.len() as u64)?;
+        if !memory.host.is_null() {
+            // SAFETY: the range lies inside the mirror; the caller keeps it apart from lists in flight.
+            unsafe {
+                let to = memory.host.add(offset as usize);
+                std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+            }
+            return Ok(());
+        }
+        let to = memory.device + offset;
+        self.enter()?;
+        self.staging
+            .upload(self.stream, to, bytes)
+            .map_err(|e| self.fault("copying to the device", e))
+    }
+
+    fn read(&mut self, buffer: Buffer, offset: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
+        let memory = self.memory(buffer, offset, bytes.len() as u64)?;
+        if !memory.host.is_null() {
+            // SAFETY: the range lies inside the mirror; the caller waited for the list that filled it.
+            unsafe {
+                let from = memory.host.add(offset as usize);
+                std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len());
+            }
+            return Ok(());
+        }
+        let from = memory.device + offset;
+        self.enter()?;
+        // SAFETY: the device range was checked; the stream is synchronized before the bytes are used.
+        let copied = unsafe {
+            result::memcpy_dtoh_async(bytes, from, self.stream)
+                .and_then(|()| result::stream::synchronize(self.stream))
+        };
+        copied.map_err(|e| self.fault("copying from the device", e))
+    }
+
+    fn pipelines(
+        &mut self,
+        text: &Arc<Text>,
+        kernels: &[&'static str],
+    ) -> Result<Vec<Pipeline>, DriverError> {
+        self.enter()?;
+        let mut hasher = DefaultHasher::new();
+        text.hash(&mut hasher);
+        let key = hasher.finish();
+        let failed =
+            |device: &str, log: String| DriverError::Compile { device: device.into(), log };
+        if !self.modules.contains_key(&key) {
+            let code = self.code(text)?;
+            // SAFETY: the image is a whole cubin, which CUDA copies.
+            let module = unsafe { result::module::load_data(code.as_ptr().cast()) }
+                .map_err(|e| failed(&self.profile.name, describe(&e)))?;
+            self.modules.insert(key, module);
+        }
+        let module = self.modules[&key];
+        let mut list = Vec::new();
+        for &name in kernels {
+            let at = self.kernels.iter().position(|k| k.module == key && k.name == name);
+            let at = match at {
+                Some(at) => at,
+                None => {
+                    let missing = || failed(&self.profile.name, format!("no kernel {name}"));
+                    let c_name = CString::new(name).map_err(|_| missing())?;
+                    // SAFETY: the module is loaded and stays so until the driver is dropped.
+                    let function = unsafe { result::module::get_function(module, c_name) }
+                        .map_err(|_| missing())?;
+                    self.kernels.push(Kernel { module: key, name, function });
+                    self.kernels.len() - 1
+                }
+            };
+            list.push(Pipeline(at as u32));
+        }
+        Ok(list)
+    }
+
+    fn submit(&mut self, list: &Arc<CommandList>) -> Result<Submission, DriverError> {
+        self.enter()?;
+        let key = Arc::as_ptr(list);
+        if !self.known.contains_key(&key) {
+            self.forget_lists();
+            self.stages(list)?;
+            self.known.insert(key, Known { list: list.clone(), graph: None, launches: 0 });
+        }
+        let ran = (|| {
+            let (start, end) = (self.event()?, self.event()?);
+            self.mirror(&list.inputs, false)?;
+            // SAFETY: events and stream are ours.
+            unsafe { result::event::record(start, self.stream)? };
+            self.run(list)?;
+            self.mirror(&list.outputs, true)?;
+            // SAFETY: as above.
+            unsafe { result::event::record(end, self.stream)? };
+            Ok((start, end))
+        })();
+        let (start, end) = ran.map_err(|e| {
+            let first = list.dispatches.first().map_or("no kernel", |d| d.kernel);
+            self.fault(&format!("a list of {} kernels from {first} on", list.dispatches.len()), e)
+        })?;
+        self.submissions += 1;
+        self.flights.push(Flight { number: self.submissions, start, end });
+        Ok(Submission(self.submissions))
+    }
+
+    fn wait(&mut self, submission: Submission) -> Result<Timing, DriverError> {
+        self.enter()?;
+        if submission.0 == 0 || submission.0 > self.submissions {
+            return Err(DriverError::Invalid(format!(
+                "submission {} was never made",
+                submission.0
+            )));
+        }
+        let mut timing = Timing::default();
+        let (done, rest): (Vec<_>, Vec<_>) =
+            self.flights.drain(..).partition(|f| f.number <= submission.0);
+        self.flights = rest;
+        for flight in done {
+            // SAFETY: events are ours; the end is behind the copies back to the host.
+            let waited = unsafe {
+                result::event::synchronize(flight.end)
+                    .and_then(|()| result::event::elapsed(flight.start, flight.end))
+            };
+            let ms = waited.map_err(|e| self.fault("running kernels", e))?;
+            timing.seconds = f64::from(ms) / 1e3;
+            self.events.extend([flight.start, flight.end]);
+        }
+        Ok(timing)
+    }
+
+    fn allocated(&self) -> u64 {
+        self.buffers.values().map(|m| m.bytes).sum()
+    }
+}
+
+impl Drop for CudaDriver {
+    fn drop(&mut self) {
+        // SAFETY: everything was made by this driver in this context; the stream is synchronized first. After a
+        // fault these calls fail, which is all the same.
+        unsafe {
+            let _ = result::ctx::set_current(self.context);
+            let _ = result::stream::synchronize(self.stream);
+            for (_, known) in self.known.drain() {
+                if let Some(graph) = known.graph {
+                    graph.free();
+                }
+            }
+            for (_, memory) in self.buffers.drain() {
+                memory.free();
+            }
+            self.staging.free();
+            let flights = self.flights.drain(..).flat_map(|f| [f.start, f.end]);
+            for event in flights.collect::<Vec<_>>().into_iter().chain(self.events.drain(..)) {
+                let _ = result::event::destroy(event);
+            }
+            for (_, module) in self.modules.drain() {
+                let _ = result::module::unload(module);
+            }
+            let _ = result::stream::destroy(self.stream);
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}

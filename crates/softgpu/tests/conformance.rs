@@ -1,0 +1,145 @@
+//! Every operation, every case, thread by thread on the host, against the scalar reference.
+
+use std::collections::BTreeMap;
+
+use lily_gpu::Tuning;
+use lily_gpu::evaluate::{EvaluateError, evaluate};
+use lily_gpu::values::elements;
+use lily_ops::{Activation, Case, CaseOutputs, ElementType, HostTensor, Op, SlotState, Tolerance};
+use lily_softgpu::{Options, SoftDriver};
+
+/// Operations without kernels so far. Whoever adds kernels takes their names away.
+const WITHOUT: &[&str] = &[
+    "add",
+    "attention",
+    "attention_gate",
+    "attention_prep",
+    "causal_conv",
+    "delta_gates",
+    "delta_scan",
+    "embed",
+    "experts_in",
+    "experts_out",
+    "gated_rms_norm",
+    "gather_rows",
+    "linear",
+    "moe_combine",
+    "qk_l2_norm",
+    "rms_norm",
+    "router",
+    "swiglu",
+];
+
+/// The case as a GPU takes it: activations are never quantized, inputs and caches are bf16 where it
+/// keeps them so.
+fn for_gpu(case: &Case) -> Case {
+    let mut case = case.clone();
+    for node in case.plan.body.iter_mut().chain(&mut case.plan.head) {
+        match &mut node.op {
+            Op::Linear(op) => op.activation = Activation::F32,
+            Op::ExpertsIn(op) => op.activation = Activation::F32,
+            Op::ExpertsOut(op) => op.activation = Activation::F32,
+            _ => {}
+        }
+    }
+    let types = elements(&case.plan);
+    for (id, tensor) in &mut case.inputs {
+        if let HostTensor::F32(x) = tensor {
+            x.iter_mut().for_each(|x| *x = types[id.0 as usize].round(*x));
+        }
+    }
+    case.plan.state.cache_element = ElementType::Bf16;
+    let round = |x: &mut Vec<f32>| x.iter_mut().for_each(|x| *x = ElementType::Bf16.round(*x));
+    for slot in &mut case.slots {
+        let SlotState { conv, k, v, .. } = slot;
+        [conv, k, v].into_iter().for_each(round);
+    }
+    case
+}
+
+/// Compares what a GPU left with the reference: values kept in bf16 may be rounded to the neighbour where the result
+/// lies near the middle of two.
+fn compare(case: &Case, got: &CaseOutputs, want: &CaseOutputs) -> Result<(), String> {
+    let types = elements(&case.plan);
+    let tolerance = tolerance(case);
+    let error = |what: String, e: String| format!("{}: {what}: {e}", case.name);
+    for ((id, g), (_, w)) in got.values.iter().zip(&want.values) {
+        let what = || format!("value {}", id.0);
+        match (g, w, types[id.0 as usize]) {
+            (HostTensor::U32(g), HostTensor::U32(w), _) if g == w => {}
+            (HostTensor::U32(g), HostTensor::U32(w), _) => {
+                return Err(error(what(), format!("ids {g:?}, want {w:?}")));
+            }
+            (_, _, ElementType::Bf16) => {
+                let w: Vec<f32> = w.f32().iter().map(|x| ElementType::Bf16.round(*x)).collect();
+                tolerance.compare_bf16(g.f32(), &w).map_err(|e| error(what(), e))?;
+            }
+            _ => tolerance.compare(g.f32(), w.f32()).map_err(|e| error(what(), e))?,
+        }
+    }
+    for (s, (g, w)) in got.slots.iter().zip(&want.slots).enumerate() {
+        let part = |name: &str| format!("slot {s}: {name}");
+        tolerance
+            .compare(&g.recurrent, &w.recurrent)
+            .map_err(|e| error(part("recurrent state"), e))?;
+        for (name, g, w) in
+            [("convolution", &g.conv, &w.conv), ("K", &g.k, &w.k), ("V", &g.v, &w.v)]
+        {
+            tolerance.compare_bf16(g, w).map_err(|e| error(part(name), e))?;
+        }
+    }
+    match got.slots.len() == want.slots.len() && got.values.len() == want.values.len() {
+        true => Ok(()),
+        false => Err(error("outputs".into(), "some are missing".into())),
+    }
+}
+
+/// Where a kernel rounds on the way what the reference does not.
+fn tolerance(case: &Case) -> Tolerance {
+    match case.op() {
+        // Weights are rounded to bf16 in the tiles of the matrix units, probabilities likewise.
+        Op::Linear(_) | Op::ExpertsIn(_) | Op::ExpertsOut(_) | Op::Attention(_) => {
+            Tolerance { absolute: 1e-6, relative: 4e-3 }
+        }
+        op => op.tolerance(),
+    }
+}
+
+fn check(case: &Case, tuning: &Tuning) -> Result<(), String> {
+    let case = for_gpu(case);
+    let mut driver = SoftDriver::new(Options::default());
+    let (got, _) =
+        evaluate(&mut driver, tuning, &case).map_err(|e| format!("{}: {e}", case.name))?;
+    compare(&case, &got, &case.reference())
+}
+
+#[test]
+fn every_case_on_the_host() {
+    let only = std::env::var("CASES").unwrap_or_default();
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut failures = Vec::new();
+    for case in Op::all_cases().iter().filter(|c| c.name.contains(&only)) {
+        let name = case.op().name();
+        if WITHOUT.contains(&name) {
+            continue;
+        }
+        *counts.entry(name).or_default() += 1;
+        failures.extend(check(case, &Tuning::default()).err());
+    }
+    println!("cases: {counts:?}");
+    assert!(
+        failures.is_empty(),
+        "{} failures:\n{}",
+        failures.len(),
+        failures[..failures.len().min(20)].join("\n")
+    );
+}
+
+#[test]
+fn what_has_no_kernel_is_said() {
+    for case in Op::all_cases().iter().filter(|c| WITHOUT.contains(&c.op().name())) {
+        let mut driver = SoftDriver::new(Options::default());
+        let e = evaluate(&mut driver, &Tuning::default(), &for_gpu(case)).expect_err("no kernel");
+        assert!(matches!(e, EvaluateError::Unsupported(_)), "{e}");
+    }
+}
