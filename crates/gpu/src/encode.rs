@@ -1,7 +1,8 @@
 //! One operation of a plan to dispatches: the unfused form of each.
 
-use lily_ops::{Op, Plan, ValueId, WeightId};
+use lily_ops::{ElementType, Op, Plan, ValueId, WeightId};
 
+use crate::kernels::attention::{Attend, Prep, attention, attention_prep, attention_scratch_bytes};
 use crate::kernels::common::{Context, DeviceWeight};
 use crate::list::{Operand, Recorder};
 use crate::scratch::Scratch;
@@ -45,6 +46,28 @@ impl Bound<'_> {
 /// Records an operation, each with kernels of its own.
 ///
 /// An error names what has no kernel.
-pub fn op(_r: &mut Recorder, _c: &Context, _b: &mut Bound, op: &Op) -> Result<(), String> {
-    Err(format!("{} has no kernel", op.name()))
+pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), String> {
+    match op {
+        Op::AttentionPrep(op) => {
+            let x = Prep {
+                qg: b.value(op.qg),
+                k: b.value(op.k),
+                v: b.value(op.v),
+                q_norm: b.weight(op.q_norm),
+                k_norm: b.weight(op.k_norm),
+                kv_heads: b.plan.state.kv_heads as u32,
+                out: b.value(op.out),
+            };
+            attention_prep(r, c, op, &x);
+        }
+        Op::Attention(op) => {
+            let bytes = attention_scratch_bytes(c, op.heads as u32);
+            let scratch = b.scratch.take(bytes / 4, ElementType::F32);
+            let (q, out) = (b.value(op.q), b.value(op.out));
+            let attend = Attend { q, heads: op.heads as u32, layer: op.layer, out };
+            attention(r, c, &attend, scratch);
+        }
+        _ => return Err(format!("{} has no kernel", op.name())),
+    }
+    Ok(())
 }

@@ -108,6 +108,9 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("common.metal"),
     kernel_file!("attention_prep.metal"),
     kernel_file!("attention_decode.metal"),
+    kernel_file!("attention_tile_simdgroup.h"),
+    kernel_file!("attention_tile_mma.h"),
+    kernel_file!("attention_prefill.metal"),
     kernel_file!("delta.metal"),
     kernel_file!("delta_scan.metal"),
 ];

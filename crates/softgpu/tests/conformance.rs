@@ -11,9 +11,7 @@ use lily_softgpu::{Options, SoftDriver};
 /// Operations without kernels so far. Whoever adds kernels takes their names away.
 const WITHOUT: &[&str] = &[
     "add",
-    "attention",
     "attention_gate",
-    "attention_prep",
     "causal_conv",
     "delta_gates",
     "delta_scan",
