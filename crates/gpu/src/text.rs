@@ -106,6 +106,8 @@ const PLATFORMS: [(&str, &str); 4] = [
 /// The kernel files, in the order they stand in a text.
 pub const FILES: &[(&str, &str)] = &[
     kernel_file!("common.metal"),
+    kernel_file!("attention_prep.metal"),
+    kernel_file!("attention_decode.metal"),
     kernel_file!("delta.metal"),
     kernel_file!("delta_scan.metal"),
 ];

@@ -3,8 +3,9 @@
 
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
-    [common::declarations(), delta::declarations()].concat()
+    [common::declarations(), attention::declarations(), delta::declarations()].concat()
 }
 
+pub mod attention;
 pub mod common;
 pub mod delta;
