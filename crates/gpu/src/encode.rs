@@ -3,6 +3,7 @@
 use lily_ops::{Op, Plan, ValueId, WeightId};
 
 use crate::kernels::common::{Context, DeviceWeight};
+use crate::kernels::delta;
 use crate::list::{Operand, Recorder};
 use crate::scratch::Scratch;
 
@@ -45,6 +46,29 @@ impl Bound<'_> {
 /// Records an operation, each with kernels of its own.
 ///
 /// An error names what has no kernel.
-pub fn op(_r: &mut Recorder, _c: &Context, _b: &mut Bound, op: &Op) -> Result<(), String> {
-    Err(format!("{} has no kernel", op.name()))
+pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), String> {
+    let layers = b.plan.state.recurrent_layers;
+    match op {
+        Op::CausalConv(op) => {
+            let (x, out) = (b.value(op.x), b.value(op.out));
+            delta::causal_conv(r, c, x, b.weight(op.weight), op.layer, layers, out);
+        }
+        Op::QkL2Norm(op) => delta::qk_l2_norm(r, c, b.value(op.x), op.heads, b.value(op.out)),
+        Op::DeltaGates(op) => {
+            let [a, beta_in, decay, beta] = [op.a, op.b, op.decay, op.beta].map(|v| b.value(v));
+            let (a_log, dt_bias) = (b.weight(op.a_log), b.weight(op.dt_bias));
+            delta::delta_gates(r, c, a, beta_in, a_log, dt_bias, decay, beta);
+        }
+        Op::DeltaScan(op) => {
+            let [qkv, decay, beta, out] = [op.qkv, op.decay, op.beta, op.out].map(|v| b.value(v));
+            let inputs = delta::ScanInputs { qkv, decay, beta, key_heads: op.key_heads };
+            delta::delta_scan(r, c, inputs, op.layer, layers, out);
+        }
+        Op::GatedRmsNorm(op) => {
+            let [y, z, out] = [op.y, op.z, op.out].map(|v| b.value(v));
+            delta::gated_rms_norm(r, c, y, z, b.weight(op.weight), op.eps, out);
+        }
+        op => return Err(format!("{} has no kernel", op.name())),
+    }
+    Ok(())
 }

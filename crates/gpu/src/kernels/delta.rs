@@ -198,12 +198,7 @@ fn longest(c: &Context) -> u32 {
 }
 
 /// Arguments, grid (x for `extra` strips more than the row's) and bytes of the convolution.
-fn conv(
-    c: &Context,
-    taps: &DeviceWeight,
-    layer: usize,
-    extra: u32,
-) -> (ConvArgs, [u32; 3], u64) {
+fn conv(c: &Context, taps: &DeviceWeight, layer: usize, extra: u32) -> (ConvArgs, [u32; 3], u64) {
     let channels = taps.matrix.rows;
     let strips = channels.div_ceil(c.shape.key_dim);
     let segments = c.step.segments.len() as u32;
@@ -236,14 +231,8 @@ pub fn causal_conv(
 ) {
     let (args, grid, bytes) = conv(c, taps, layer, 0);
     let [segments, headers] = tables(c);
-    let bindings = vec![
-        read(x),
-        constant(taps),
-        segments,
-        headers,
-        c.tables.conv(layer, layers),
-        write(out),
-    ];
+    let bindings =
+        vec![read(x), constant(taps), segments, headers, c.tables.conv(layer, layers), write(out)];
     r.dispatch("causal_conv", grid, SIMDS * 32, bindings, &args, bytes);
 }
 
@@ -275,8 +264,7 @@ pub fn delta_gates(
 ) {
     let heads = a_log.matrix.cols;
     let count = c.step.rows() * heads;
-    let args =
-        GateArgs { a_log: a_log.matrix.codes, dt_bias: dt_bias.matrix.codes, heads, count };
+    let args = GateArgs { a_log: a_log.matrix.codes, dt_bias: dt_bias.matrix.codes, heads, count };
     let bindings =
         vec![read(a), read(b), constant(a_log), constant(dt_bias), write(decay), write(beta)];
     let bytes = 16 * u64::from(count) + a_log.bytes + dt_bias.bytes;
