@@ -15,6 +15,11 @@ float4 load4(const DEVICE float *p);
 float4 load4(const TG float *p);
 uint2 load2(const DEVICE uint *p);
 void store4(DEVICE float *p, float a, float b, float c, float d);
+uint4 load4(const TG uint *p);
+void store4(TG uint *p, uint a, uint b, uint c, uint d);
+void store2(DEVICE uint *p, uint a, uint b);
+uint bf16_pair(float low, float high);
+uint tg_add(TG uint *p, uint x);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name
 #define ARGS(i, T, name) const __constant T &name

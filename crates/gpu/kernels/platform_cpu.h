@@ -34,6 +34,10 @@ inline uint4 load4(const uint *p) { return {p[0], p[1], p[2], p[3]}; }
 inline float4 load4(const float *p) { return {p[0], p[1], p[2], p[3]}; }
 inline uint2 load2(const uint *p) { return {p[0], p[1]}; }
 inline void store4(float *p, float a, float b, float c, float d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
+inline void store4(uint *p, uint a, uint b, uint c, uint d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
+inline void store2(uint *p, uint a, uint b) { p[0] = a; p[1] = b; }
+inline uint bf16_pair(float low, float high) { return uint(to_bf16(low).u) | uint(to_bf16(high).u) << 16; }
+inline uint tg_add(uint *p, uint x) { return __atomic_fetch_add(p, x, __ATOMIC_RELAXED); }
 #define IN(i, T, name)   const T *name
 #define OUT(i, T, name)  T *name
 #define ARGS(i, T, name) const T &name

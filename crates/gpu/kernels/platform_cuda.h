@@ -30,6 +30,10 @@ FN uint4 load4(const uint *p) { return *(const uint4 *)p; }
 FN float4 load4(const float *p) { return *(const float4 *)p; }
 FN uint2 load2(const uint *p) { return *(const uint2 *)p; }
 FN void store4(float *p, float a, float b, float c, float d) { *(float4 *)p = make_float4(a, b, c, d); }
+FN void store4(uint *p, uint a, uint b, uint c, uint d) { *(uint4 *)p = make_uint4(a, b, c, d); }
+FN void store2(uint *p, uint a, uint b) { *(uint2 *)p = make_uint2(a, b); }
+FN uint bf16_pair(float low, float high) { uint r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+FN uint tg_add(uint *p, uint x) { return atomicAdd(p, x); } // what was there before
 FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
 FN float clamp(float x, float lo, float hi) { return fminf(fmaxf(x, lo), hi); }
 #define tg_barrier() __syncthreads()

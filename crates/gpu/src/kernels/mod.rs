@@ -3,7 +3,9 @@
 
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
-    [common::declarations()].concat()
+    [common::declarations(), gemv::declarations(), elementwise::declarations()].concat()
 }
 
 pub mod common;
+pub mod elementwise;
+pub mod gemv;
