@@ -224,7 +224,8 @@ mod tests {
         ];
         for (head_dim, heads_per_kv, pack, packed, apart) in table {
             let shape = shape(head_dim, heads_per_kv);
-            let of = |tuning: &Tuning| DecodePolicy::new(&shape, &profile, tuning, 2, 4096, FIXED_FROM);
+            let of =
+                |tuning: &Tuning| DecodePolicy::new(&shape, &profile, tuning, 2, 4096, FIXED_FROM);
             let on = of(&Tuning::default());
             let off = of(&Tuning::without("pack_heads").unwrap());
             assert_eq!((on.pack, on.cache_reads(&shape)), (pack, packed));
