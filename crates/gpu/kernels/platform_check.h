@@ -15,9 +15,13 @@ float4 load4(const DEVICE float *p);
 float4 load4(const TG float *p);
 uint2 load2(const DEVICE uint *p);
 void store4(DEVICE float *p, float a, float b, float c, float d);
+uint4 load4(const TG uint *p);
+void store4(DEVICE uint *p, uint a, uint b, uint c, uint d);
+void store4(TG uint *p, uint a, uint b, uint c, uint d);
+uint bf16_pair(float low, float high);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name
-#define ARGS(i, T, name) const __constant T &name
+#define ARGS(i, T, name) __constant T &name
 #define SHARED(T, name, n) __local T (&name)[n] = *(__local T(*)[n])16
 #define KERNEL(name, maxthreads, ...) void name(__VA_ARGS__, uint3 k_group, uint3 k_thread, uint3 k_groups, uint k_lane, uint k_simd)
 void tg_barrier();
@@ -42,3 +46,4 @@ template <class T> void simdgroup_load(THREAD simdgroup_matrix8<T> &, const TG T
 template <class T> void simdgroup_store(const THREAD simdgroup_matrix8<T> &, DEVICE T *, uint);
 template <class T> void simdgroup_store(const THREAD simdgroup_matrix8<T> &, TG T *, uint);
 template <class A, class B> void simdgroup_multiply_accumulate(THREAD mat8f &, const THREAD simdgroup_matrix8<A> &, const THREAD simdgroup_matrix8<B> &, const THREAD mat8f &);
+template <class T> void simdgroup_load_transposed(THREAD simdgroup_matrix8<T> &, const TG T *, uint);

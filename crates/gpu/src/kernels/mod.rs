@@ -3,7 +3,11 @@
 
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
-    [common::declarations()].concat()
+    [common::declarations(), gemm::declarations(), route::declarations(), moe::declarations()]
+        .concat()
 }
 
 pub mod common;
+pub mod gemm;
+pub mod moe;
+pub mod route;
