@@ -18,7 +18,8 @@ void store4(DEVICE float *p, float a, float b, float c, float d);
 uint4 load4(const TG uint *p);
 void store4(DEVICE uint *p, uint a, uint b, uint c, uint d);
 void store4(TG uint *p, uint a, uint b, uint c, uint d);
-uint bf16_pair(float low, float high);
+void store2(DEVICE uint *p, uint a, uint b);
+uint pack2(float lo, float hi);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name
 #define ARGS(i, T, name) __constant T &name

@@ -35,7 +35,8 @@ inline float4 load4(const float *p) { return {p[0], p[1], p[2], p[3]}; }
 inline uint2 load2(const uint *p) { return {p[0], p[1]}; }
 inline void store4(float *p, float a, float b, float c, float d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
 inline void store4(uint *p, uint a, uint b, uint c, uint d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
-inline uint bf16_pair(float low, float high) { return to_bf16(low).u | uint(to_bf16(high).u) << 16; }
+inline void store2(uint *p, uint a, uint b) { p[0] = a; p[1] = b; }
+inline uint pack2(float lo, float hi) { return uint(to_bf16(lo).u) | uint(to_bf16(hi).u) << 16; }
 #define IN(i, T, name)   const T *name
 #define OUT(i, T, name)  T *name
 #define ARGS(i, T, name) const T &name

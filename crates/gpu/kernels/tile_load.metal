@@ -116,13 +116,13 @@ FN float in_place(uint word, uint mask) { return as_f((word & mask) | 0x4b000000
 FN uint2 dequantize_four(uint word, float scale, float bias)
 {
   uint2 pairs;
-  pairs.x = bf16_pair(fma(in_place(word, 0xfu), scale, bias), fma(in_place(word, 0xf0u), scale * 0.0625f, bias));
-  pairs.y = bf16_pair(fma(in_place(word, 0xf00u), scale * 0.00390625f, bias), fma(in_place(word, 0xf000u), scale * 0.000244140625f, bias));
+  pairs.x = pack2(fma(in_place(word, 0xfu), scale, bias), fma(in_place(word, 0xf0u), scale * 0.0625f, bias));
+  pairs.y = pack2(fma(in_place(word, 0xf00u), scale * 0.00390625f, bias), fma(in_place(word, 0xf000u), scale * 0.000244140625f, bias));
   return pairs;
 }
 FN uint dequantize_two(uint word, float scale, float bias)
 {
-  return bf16_pair(fma(in_place(word, 0xffu), scale, bias), fma(in_place(word, 0xff00u), scale * 0.00390625f, bias));
+  return pack2(fma(in_place(word, 0xffu), scale, bias), fma(in_place(word, 0xff00u), scale * 0.00390625f, bias));
 }
 FN Eight unpack(const THREAD Q4Row &c, Fetched f)
 {
@@ -151,8 +151,8 @@ FN Eight unpack(const THREAD AnyRow &c, Fetched f)
   if (c.format == 0) return unpack(q4, f);
   if (c.format == 1) return unpack(q8, f);
   if (c.format == 2) return unpack(dense, f);
-  const Eight e = {{bf16_pair(as_f(f.w[0]), as_f(f.w[1])), bf16_pair(as_f(f.w[2]), as_f(f.w[3])),
-                    bf16_pair(as_f(f.w[4]), as_f(f.w[5])), bf16_pair(as_f(f.w[6]), as_f(f.w[7]))}};
+  const Eight e = {{pack2(as_f(f.w[0]), as_f(f.w[1])), pack2(as_f(f.w[2]), as_f(f.w[3])),
+                    pack2(as_f(f.w[4]), as_f(f.w[5])), pack2(as_f(f.w[6]), as_f(f.w[7]))}};
   return e;
 }
 
@@ -196,8 +196,8 @@ FN void put_bf16(DEVICE bf16 *row, uint col, uint cols, Floats f)
 {
   if (col >= cols) return;
   if (cols % 8 == 0)
-    store4((DEVICE uint *)(row + col), bf16_pair(f.v[0], f.v[1]), bf16_pair(f.v[2], f.v[3]), bf16_pair(f.v[4], f.v[5]),
-           bf16_pair(f.v[6], f.v[7]));
+    store4((DEVICE uint *)(row + col), pack2(f.v[0], f.v[1]), pack2(f.v[2], f.v[3]), pack2(f.v[4], f.v[5]),
+           pack2(f.v[6], f.v[7]));
   else
     for (uint i = 0; i < 8; i++)
       if (col + i < cols) row[col + i] = to_bf16(f.v[i]);

@@ -4,7 +4,7 @@ use lily_ops::{Op, Plan, ValueId, WeightId, ops};
 
 use crate::kernels::common::{Context, DeviceWeight};
 use crate::kernels::route::Routes;
-use crate::kernels::{gemm, moe, route};
+use crate::kernels::{delta, gemm, moe, route};
 use crate::list::{Operand, Recorder};
 use crate::scratch::Scratch;
 
@@ -72,14 +72,35 @@ impl Bound<'_> {
 ///
 /// An error names what has no kernel.
 pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), String> {
+    let layers = b.plan.state.recurrent_layers;
     match op {
-        Op::Linear(op) => linear(r, c, b, op),
-        Op::Router(op) => router(r, c, b, op),
-        Op::ExpertsIn(op) => experts_in(r, c, b, op),
-        Op::ExpertsOut(op) => experts_out(r, c, b, op),
+        Op::CausalConv(op) => {
+            let (x, out) = (b.value(op.x), b.value(op.out));
+            delta::causal_conv(r, c, x, b.weight(op.weight), op.layer, layers, out);
+        }
+        Op::QkL2Norm(op) => delta::qk_l2_norm(r, c, b.value(op.x), op.heads, b.value(op.out)),
+        Op::DeltaGates(op) => {
+            let [a, beta_in, decay, beta] = [op.a, op.b, op.decay, op.beta].map(|v| b.value(v));
+            let (a_log, dt_bias) = (b.weight(op.a_log), b.weight(op.dt_bias));
+            delta::delta_gates(r, c, a, beta_in, a_log, dt_bias, decay, beta);
+        }
+        Op::DeltaScan(op) => {
+            let [qkv, decay, beta, out] = [op.qkv, op.decay, op.beta, op.out].map(|v| b.value(v));
+            let inputs = delta::ScanInputs { qkv, decay, beta, key_heads: op.key_heads };
+            delta::delta_scan(r, c, inputs, op.layer, layers, out);
+        }
+        Op::GatedRmsNorm(op) => {
+            let [y, z, out] = [op.y, op.z, op.out].map(|v| b.value(v));
+            delta::gated_rms_norm(r, c, y, z, b.weight(op.weight), op.eps, out);
+        }
+        Op::Linear(op) => linear(r, c, b, op)?,
+        Op::Router(op) => router(r, c, b, op)?,
+        Op::ExpertsIn(op) => experts_in(r, c, b, op)?,
+        Op::ExpertsOut(op) => experts_out(r, c, b, op)?,
         Op::MoeCombine(op) => combine(r, c, b, op),
-        _ => Err(format!("{} has no kernel", op.name())),
+        op => return Err(format!("{} has no kernel", op.name())),
     }
+    Ok(())
 }
 
 fn linear(r: &mut Recorder, c: &Context, b: &mut Bound, op: &ops::Linear) -> Result<(), String> {
@@ -145,12 +166,7 @@ fn experts_out(
     Ok(())
 }
 
-fn combine(
-    r: &mut Recorder,
-    c: &Context,
-    b: &mut Bound,
-    op: &ops::MoeCombine,
-) -> Result<(), String> {
+fn combine(r: &mut Recorder, c: &Context, b: &mut Bound, op: &ops::MoeCombine) {
     let combine = moe::Combine {
         residual: b.value(op.residual),
         routed: b.value(op.routed),
@@ -163,5 +179,4 @@ fn combine(
         width: b.width(op.residual),
     };
     moe::combine(r, c, &combine);
-    Ok(())
 }

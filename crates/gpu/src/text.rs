@@ -115,6 +115,10 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("route.metal"),
     kernel_file!("moe.metal"),
     kernel_file!("moe_decode.metal"),
+    kernel_file!("attention_prep.metal"),
+    kernel_file!("attention_decode.metal"),
+    kernel_file!("delta.metal"),
+    kernel_file!("delta_scan.metal"),
 ];
 
 /// The platform header of that file name, for checks that bring their own driver of the text.

@@ -17,13 +17,8 @@ const WITHOUT: &[&str] = &[
     "attention",
     "attention_gate",
     "attention_prep",
-    "causal_conv",
-    "delta_gates",
-    "delta_scan",
     "embed",
-    "gated_rms_norm",
     "gather_rows",
-    "qk_l2_norm",
     "rms_norm",
     "swiglu",
 ];

@@ -3,11 +3,20 @@
 
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
-    [common::declarations(), gemm::declarations(), route::declarations(), moe::declarations()]
-        .concat()
+    [
+        common::declarations(),
+        gemm::declarations(),
+        route::declarations(),
+        moe::declarations(),
+        attention::declarations(),
+        delta::declarations(),
+    ]
+    .concat()
 }
 
+pub mod attention;
 pub mod common;
+pub mod delta;
 pub mod gemm;
 pub mod moe;
 pub mod route;
