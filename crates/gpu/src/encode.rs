@@ -3,8 +3,9 @@
 use lily_ops::{Op, Plan, ValueId, WeightId, ops};
 
 use crate::kernels::common::{Context, DeviceWeight};
+use crate::kernels::gemv::{self, Epilogue, GemvInput, GemvOutput};
 use crate::kernels::route::Routes;
-use crate::kernels::{delta, gemm, moe, route};
+use crate::kernels::{delta, elementwise, gemm, moe, route};
 use crate::list::{Operand, Recorder};
 use crate::scratch::Scratch;
 
@@ -92,6 +93,32 @@ pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), S
         Op::GatedRmsNorm(op) => {
             let [y, z, out] = [op.y, op.z, op.out].map(|v| b.value(v));
             delta::gated_rms_norm(r, c, y, z, b.weight(op.weight), op.eps, out);
+        }
+        Op::Embed(op) => {
+            let table = b.weight(op.table);
+            elementwise::supports(table)?;
+            elementwise::embed(r, c, table, b.value(op.out));
+        }
+        Op::RmsNorm(op) => {
+            let (x, out, rows) = (b.value(op.x), b.value(op.out), b.rows(c, op.x));
+            elementwise::rms_norm(r, c, x, b.weight(op.weight), op.eps, out, rows);
+        }
+        Op::Linear(op) if b.rows(c, op.x) <= gemv::MAX_ROWS => {
+            let (weight, rows) = (b.weight(op.weight), b.rows(c, op.x));
+            elementwise::supports(weight)?;
+            let input = GemvInput { x: b.value(op.x), norm: None, rows };
+            let out = GemvOutput { weight, out: b.value(op.out), epilogue: Epilogue::Store };
+            gemv::gemv(r, c, input, &[out]);
+        }
+        Op::SwiGlu(op) => {
+            elementwise::swiglu(r, c, b.value(op.gate), b.value(op.up), b.value(op.out));
+        }
+        Op::Add(op) => elementwise::add(r, c, b.value(op.a), b.value(op.b), b.value(op.out)),
+        Op::AttentionGate(op) => {
+            elementwise::attention_gate(r, c, b.value(op.x), b.value(op.qg), b.value(op.out));
+        }
+        Op::GatherRows(op) => {
+            elementwise::gather_rows(r, c, b.value(op.x), b.value(op.out), b.width(op.x));
         }
         Op::Linear(op) => linear(r, c, b, op)?,
         Op::Router(op) => router(r, c, b, op)?,

@@ -119,6 +119,8 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("attention_decode.metal"),
     kernel_file!("delta.metal"),
     kernel_file!("delta_scan.metal"),
+    kernel_file!("gemv.metal"),
+    kernel_file!("elementwise.metal"),
 ];
 
 /// The platform header of that file name, for checks that bring their own driver of the text.

@@ -5,11 +5,13 @@
 pub fn argument_structs() -> String {
     [
         common::declarations(),
+        attention::declarations(),
+        delta::declarations(),
+        gemv::declarations(),
+        elementwise::declarations(),
         gemm::declarations(),
         route::declarations(),
         moe::declarations(),
-        attention::declarations(),
-        delta::declarations(),
     ]
     .concat()
 }
@@ -17,6 +19,8 @@ pub fn argument_structs() -> String {
 pub mod attention;
 pub mod common;
 pub mod delta;
+pub mod elementwise;
 pub mod gemm;
+pub mod gemv;
 pub mod moe;
 pub mod route;

@@ -1,13 +1,13 @@
 //! After the layers: logits, tokens chosen from them, and what is read back.
 
-use lily_device::{Limits, Output, Refusal, Score, SegmentOut, SlotId, Step, StepError, StepOut};
+use lily_device::{Limits, Output, Score, SegmentOut, SlotId, Step, StepError, StepOut, Refusal};
 use lily_ops::sample::{SampleParams, Sampled, sample};
 use lily_ops::{ElementType, Plan};
 
-use super::GpuProgram;
 use super::record::{Head, Kind};
 use super::slots::{LastSampled, Slots};
 use super::step::Flight;
+use super::GpuProgram;
 use crate::driver::{Buffer, Driver, DriverError, Placement};
 use crate::encode::Bound;
 use crate::kernels::common::{Context, StepShape};
@@ -168,14 +168,11 @@ impl Io {
         let at = self.results[tables];
         let mut entries = vec![kernels::ResultEntry::default(); segments];
         driver.read(at.buffer, at.offset, bytemuck::cast_slice_mut(&mut entries))?;
-        Ok(entries
-            .iter()
-            .map(|e| match e.status {
-                kernels::STATUS_TOKEN => Result::Token(e.token),
-                kernels::STATUS_NONE => Result::Nothing,
-                _ => Result::Failed(not_finite()),
-            })
-            .collect())
+        Ok(entries.iter().map(|e| match e.status {
+            kernels::STATUS_TOKEN => Result::Token(e.token),
+            kernels::STATUS_NONE => Result::Nothing,
+            _ => Result::Failed(not_finite()),
+        }).collect())
     }
 
     /// Records what follows the logits.
@@ -198,20 +195,7 @@ impl Io {
                 let rows = u64::from(c.step.outputs);
                 let logits = Operand { bytes: rows * self.vocab as u64 * 4, ..self.logits };
                 let held = holds.then_some(self.held);
-                kernels::sample(
-                    r,
-                    c,
-                    _b.scratch,
-                    &kernels::Sample {
-                        logits,
-                        params,
-                        counts: self.counts,
-                        results,
-                        held,
-                        greedy,
-                        vocab: self.vocab as u32,
-                    },
-                );
+                kernels::sample(r, c, _b.scratch, &kernels::Sample { logits, params, counts: self.counts, results, held, greedy, vocab: self.vocab as u32 });
             }
             Head::Held => {}
         }
@@ -278,8 +262,7 @@ impl GpuProgram {
             .enumerate()
             .flat_map(|(i, (s, rows))| s.output.rows(*rows as usize).map(move |row| (i, row)))
             .collect();
-        let mut segments: Vec<SegmentOut> =
-            step.segments.iter().map(|s| empty(&s.output)).collect();
+        let mut segments: Vec<SegmentOut> = step.segments.iter().map(|s| empty(&s.output)).collect();
         let mut first = 0;
         for tile in owners.chunks(self.limits.outputs) {
             let mut logits = self.rows_of_logits(flight, shape, first, tile.len())?;

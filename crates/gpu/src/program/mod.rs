@@ -9,8 +9,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use lily_device::{
-    Counters, Input, Limits, MemoryNeed, Output, PrepareError, Program, Refusal, SegmentOut,
-    SlotId, Snapshot, Step, StepError, StepOut, Ticket, Weight,
+    Counters, Input, Limits, MemoryNeed, Output, PrepareError, Program, Refusal, SegmentOut, SlotId,
+    Snapshot, Step, StepError, StepOut, Ticket, Weight,
 };
 use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Plan, SlotState};
@@ -108,8 +108,11 @@ impl GpuProgram {
         let shape = Shape::of(&plan);
         let text = Arc::new(Text::new(profile.platform, &shape));
         let recording = Recording::new(plan, weights, shape, tuning, profile);
-        let arena_bytes = recording.arena_bytes(&limits).map_err(PrepareError::Invalid)?;
-        let arena = driver.allocate("scratch", arena_bytes, Placement::Device).map_err(refused)?;
+        let arena_bytes = recording
+            .arena_bytes(&limits)
+            .map_err(PrepareError::Invalid)?;
+        let arena =
+            driver.allocate("scratch", arena_bytes, Placement::Device).map_err(refused)?;
         let slots = Slots::new(limits.slots, limits.pages);
         let weight_count = recording.plan().weights.len();
         Ok(Self {
@@ -323,7 +326,9 @@ impl GpuProgram {
         }
         let at = (slot.0 as usize * vocab * 4) as u64;
         let buffer = self.io.counts.buffer;
-        self.driver.write(buffer, at, bytemuck::cast_slice(&counts)).map_err(|e| self.broken(e))
+        self.driver
+            .write(buffer, at, bytemuck::cast_slice(&counts))
+            .map_err(|e| self.broken(e))
     }
 }
 

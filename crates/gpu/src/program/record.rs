@@ -89,8 +89,7 @@ impl Recording {
     /// For weights that are nowhere: to know what a device would do.
     pub fn virtual_of(plan: &Plan, tuning: &Tuning, profile: &Profile) -> Result<Self, String> {
         let layout = SlabLayout::new(plan, profile.max_buffer)?;
-        let buffers: Vec<Buffer> =
-            (0..layout.slabs.len() as u32).map(|i| Buffer(1 << 30 | i)).collect();
+        let buffers: Vec<Buffer> = (0..layout.slabs.len() as u32).map(|i| Buffer(1 << 30 | i)).collect();
         let weights = layout.weights(plan, &buffers);
         let shape = Shape::of(plan);
         Ok(Self::new(Arc::new(plan.clone()), weights, shape, *tuning, profile.clone()))
@@ -112,11 +111,7 @@ impl Recording {
     }
 
     /// Records a kind of step on a device that is not there.
-    pub fn record_virtual(
-        &self,
-        limits: &Limits,
-        kind: &Kind,
-    ) -> Result<(CommandList, u64), String> {
+    pub fn record_virtual(&self, limits: &Limits, kind: &Kind) -> Result<(CommandList, u64), String> {
         let mut driver = NullDriver::new(self.profile.clone());
         let error = |e: crate::DriverError| e.to_string();
         let extra = Io::input_bytes(limits);
@@ -134,12 +129,7 @@ impl Recording {
         let slots = (limits.slots as u32).clamp(1, rows);
         let mut shapes = vec![vec![rows]];
         // As many segments as there are slots, the first as long as that leaves.
-        shapes.push(
-            [rows - (slots - 1)]
-                .into_iter()
-                .chain(std::iter::repeat_n(1, slots as usize - 1))
-                .collect(),
-        );
+        shapes.push([rows - (slots - 1)].into_iter().chain(std::iter::repeat_n(1, slots as usize - 1)).collect());
         let decode = slots.min(StepShape::DECODE_ROWS);
         shapes.extend((1..=decode).map(|n| vec![1; n as usize]));
         let mut most = 0;
@@ -186,8 +176,7 @@ impl Recording {
         let body = plan.body.len();
         let list = &self.groups[usize::from(!kind.shape.is_decode())];
         let layers = matches!(kind.head, Head::Finish | Head::Sample { .. });
-        let logits =
-            matches!(kind.head, Head::Rows { .. } | Head::Sample { .. }) && kind.shape.outputs > 0;
+        let logits = matches!(kind.head, Head::Rows { .. } | Head::Sample { .. }) && kind.shape.outputs > 0;
         for group in list {
             let first = group.nodes()[0];
             if if first < body { layers } else { logits } {

@@ -60,10 +60,7 @@ impl GpuProgram {
                 Input::LastSampled => vec![LAST_SAMPLED],
             };
             if list.is_empty() {
-                return Err(invalid(format!(
-                    "the segment of slot {} has no tokens",
-                    segment.slot.0
-                )));
+                return Err(invalid(format!("the segment of slot {} has no tokens", segment.slot.0)));
             }
             let given = matches!(segment.input, Input::Tokens(_));
             if let Some((at, id)) = list.iter().enumerate().find(|(_, id)| given && **id >= vocab) {
