@@ -9,6 +9,9 @@ pub fn argument_structs() -> String {
         delta::declarations(),
         gemv::declarations(),
         elementwise::declarations(),
+        gemm::declarations(),
+        route::declarations(),
+        moe::declarations(),
     ]
     .concat()
 }
@@ -17,4 +20,7 @@ pub mod attention;
 pub mod common;
 pub mod delta;
 pub mod elementwise;
+pub mod gemm;
 pub mod gemv;
+pub mod moe;
+pub mod route;
