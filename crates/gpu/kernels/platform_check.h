@@ -20,6 +20,7 @@ void store4(DEVICE uint *p, uint a, uint b, uint c, uint d);
 void store4(TG uint *p, uint a, uint b, uint c, uint d);
 void store2(DEVICE uint *p, uint a, uint b);
 uint pack2(float lo, float hi);
+uint tg_add(TG uint *p, uint x);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name
 #define ARGS(i, T, name) __constant T &name

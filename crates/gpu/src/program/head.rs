@@ -250,7 +250,6 @@ impl GpuProgram {
         &mut self,
         step: &Step,
         flight: &Flight,
-        output_rows: &[u32],
         shape: &StepShape,
     ) -> std::result::Result<StepOut, StepError> {
         self.driver.wait(flight.submission).map_err(|e| self.failed(&flight.slots, e))?;
@@ -281,7 +280,6 @@ impl GpuProgram {
                 }
             }
         }
-        debug_assert_eq!(first, output_rows.len());
         let failed = segments.iter().filter(|s| matches!(s, SegmentOut::Failed(_))).count();
         match segments.first() {
             Some(SegmentOut::Failed(reason)) if failed == segments.len() => {
@@ -337,6 +335,9 @@ impl GpuProgram {
             return Ok(None);
         };
         live.last = LastSampled::Known(sampled.id);
+        if let Some(undo) = &mut live.undo {
+            undo.sampled = Some(sampled.id);
+        }
         live.generated += 1;
         *live.counts.entry(sampled.id).or_default() += 1;
         live.counted = true;

@@ -12,7 +12,7 @@ use lily_device::{
     Counters, Input, Limits, MemoryNeed, Output, PrepareError, Program, Refusal, SegmentOut, SlotId,
     Snapshot, Step, StepError, StepOut, Ticket, Weight,
 };
-use lily_ops::sample::SampleParams;
+use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Plan, SlotState};
 
 use crate::driver::{Buffer, Driver, DriverError, Placement, Submission};
@@ -221,11 +221,12 @@ impl GpuProgram {
             .map_err(|e| self.broken(e))
     }
 
-    /// Refuses while steps are in flight: what follows changes state that they use.
-    fn idle(&self, what: &str) -> Result<(), StepError> {
-        match self.flights.is_empty() {
-            true => Ok(()),
-            false => {
+    /// Refuses while steps are in flight that `slot`, or with `None` any slot, takes part in.
+    fn idle(&self, slot: Option<SlotId>, what: &str) -> Result<(), StepError> {
+        let uses = |f: &Flight| slot.is_none_or(|slot| f.slots.contains(&slot));
+        match self.flights.iter().any(uses) {
+            false => Ok(()),
+            true => {
                 Err(Refusal::Invalid(format!("wait for the steps in flight before {what}")).into())
             }
         }
@@ -276,6 +277,39 @@ impl GpuProgram {
         self.push_header(slot)
     }
 
+    /// Takes back a slot's last step: the other of its two states is the one before it.
+    fn take_back(&mut self, slot: SlotId) -> Result<(), StepError> {
+        let refuse = |why: &str| Err(Refusal::Invalid(format!("slot {}: {why}", slot.0)).into());
+        if !self.limits.undo {
+            return refuse("the program was prepared without undo");
+        }
+        if self.flights.iter().any(|f| f.slots.contains(&slot)) {
+            return refuse("wait for its step before taking it back");
+        }
+        self.slots.get(slot)?;
+        let live = self.slots.live_mut(slot);
+        let Some(undo) = live.undo.take() else {
+            return refuse("its last step was none of a single token, or is taken back already");
+        };
+        live.position -= 1;
+        live.parity ^= 1;
+        live.holds = false;
+        live.generated = undo.generated;
+        live.last = undo.last;
+        if let Some(id) = undo.sampled {
+            let left = live.counts.get(&id).map_or(0, |n| n - 1);
+            match left {
+                0 => live.counts.remove(&id),
+                n => live.counts.insert(id, n),
+            };
+            let at = (slot.0 as u64 * self.recording.plan().vocab as u64 + u64::from(id)) * 4;
+            let buffer = self.io.counts.buffer;
+            self.driver.write(buffer, at, &left.to_le_bytes()).map_err(|e| self.broken(e))?;
+        }
+        self.slots.trim(slot);
+        self.push_header(slot)
+    }
+
     /// Makes the device's counts those of the host.
     fn push_counts(&mut self, slot: SlotId) -> Result<(), StepError> {
         let live = self.slots.live_mut(slot);
@@ -316,15 +350,20 @@ impl Program for GpuProgram {
         self.wait_step(ticket)
     }
 
-    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError> {
+    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<Sampled, StepError> {
         self.alive()?;
-        self.idle("sampling held logits")?;
+        self.idle(Some(slot), "sampling held logits")?;
         self.sample_held(slot, params)
+    }
+
+    fn undo_last(&mut self, slot: SlotId) -> Result<(), StepError> {
+        self.alive()?;
+        self.take_back(slot)
     }
 
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
         self.alive()?;
-        self.idle("resetting a slot")?;
+        self.idle(Some(slot), "resetting a slot")?;
         self.slots.reset(slot)?;
         let index = slot.0 as usize;
         self.memory.clear(&mut *self.driver, index, 0).map_err(|e| self.broken(e))?;
@@ -334,11 +373,12 @@ impl Program for GpuProgram {
 
     fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
         self.alive()?;
-        self.idle("beginning an answer")?;
+        self.idle(Some(slot), "beginning an answer")?;
         self.slots.get(slot)?;
         let live = self.slots.live_mut(slot);
         live.generated = 0;
         live.counts.clear();
+        live.undo = None;
         self.push_counts(slot)?;
         self.push_header(slot)
     }
@@ -349,19 +389,19 @@ impl Program for GpuProgram {
 
     fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
         self.alive()?;
-        self.idle("taking a snapshot")?;
+        self.idle(Some(slot), "taking a snapshot")?;
         self.take_snapshot(slot)
     }
 
     fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
         self.alive()?;
-        self.idle("restoring a slot")?;
+        self.idle(Some(slot), "restoring a slot")?;
         self.put_snapshot(slot, snapshot)
     }
 
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {
         self.alive()?;
-        self.idle("exporting a slot")?;
+        self.idle(Some(slot), "exporting a slot")?;
         let live = self.slots.get(slot)?.clone();
         self.memory
             .export(&mut *self.driver, slot.0 as usize, live.parity, &live.pages, live.position)

@@ -1,10 +1,10 @@
 //! Steps: checked, written into the step's tables, submitted; results taken when they are waited for.
 
 use lily_device::{Input, Output, Refusal, SegmentOut, SlotId, Step, StepError, StepOut, Ticket};
-use lily_ops::sample::SampleParams;
+use lily_ops::sample::{SampleParams, Sampled};
 
 use super::head::{self, Asked};
-use super::slots::LastSampled;
+use super::slots::{LastSampled, Undo};
 use super::{GpuProgram, IN_FLIGHT, Kind};
 use crate::driver::Submission;
 use crate::kernels::common::{LAST_SAMPLED, SegmentEntry, StepShape};
@@ -99,7 +99,7 @@ impl GpuProgram {
     /// Checks the parameters' ranges, and that their mask leaves a token.
     pub(super) fn check_params(&self, params: &SampleParams) -> Result<(), StepError> {
         let vocab = self.recording.plan().vocab as u32;
-        params.check().map_err(Refusal::Invalid)?;
+        params.check(vocab as usize).map_err(Refusal::Invalid)?;
         match &params.mask {
             Some(mask) if !(0..vocab).any(|id| mask.contains(id)) => {
                 Err(Refusal::Invalid("the mask allows no token of the vocabulary".into()).into())
@@ -115,7 +115,7 @@ impl GpuProgram {
         // Steps in flight use the other tables; one that is read back at once must be the only one.
         let alone = asked.iter().any(Asked::is_read_back) || !self.recording.tuning().token_handoff;
         if alone {
-            self.idle("a step whose logits are read back")?;
+            self.idle(None, "a step whose logits are read back")?;
         }
         self.grow(&slots, &tokens)?;
         let tables = self.next_tables;
@@ -132,20 +132,20 @@ impl GpuProgram {
             context: context_bucket(context, &self.limits),
         };
         self.counters.steps += 1;
-        let kind = Kind { shape, tables, head: self.head_of(&step, alone) };
+        let kind = Kind { shape: shape.clone(), tables, head: self.head_of(&step, alone) };
         let list = self.list(kind)?;
         let submission = self.driver.submit(&list).map_err(|e| self.failed(&slots, e))?;
         self.count_weights(tokens.iter().map(Vec::len).sum());
         for ((slot, list), asked) in slots.iter().zip(&tokens).zip(&asked) {
             let live = self.slots.live_mut(*slot);
+            let (generated, last) = (live.generated, live.last);
+            live.undo = (list.len() == 1).then_some(Undo { generated, last, sampled: None });
             live.position += list.len();
             live.parity ^= 1;
             live.holds = false;
-            live.last = match asked {
-                Asked::Sample => LastSampled::OnDevice,
-                _ => LastSampled::None,
-            };
-            if *asked == Asked::Sample {
+            live.last = LastSampled::None;
+            if *asked == Asked::Sample && !alone {
+                live.last = LastSampled::OnDevice;
                 live.generated += 1;
                 live.counted = true;
             }
@@ -155,7 +155,7 @@ impl GpuProgram {
         self.next_tables = (tables + 1) % IN_FLIGHT;
         let mut flight = Flight { ticket, tables, submission, slots, asked, ready: None };
         if alone {
-            flight.ready = Some(self.read_back(&step, &flight, &output_rows)?);
+            flight.ready = Some(self.read_back(&step, &flight, &shape)?);
         }
         self.flights.push_back(flight);
         Ok(Ticket(ticket))
@@ -246,10 +246,17 @@ impl GpuProgram {
             }
             (Asked::Sample, head::Result::Token(id)) => {
                 *live.counts.entry(id).or_default() += 1;
+                match (&mut live.undo, later) {
+                    (Some(undo), true) if undo.last == LastSampled::OnDevice => {
+                        undo.last = LastSampled::Known(id);
+                    }
+                    (Some(undo), false) => undo.sampled = Some(id),
+                    _ => {}
+                }
                 if !later {
                     live.last = LastSampled::Known(id);
                 }
-                SegmentOut::Sampled(id)
+                SegmentOut::Sampled(Sampled::from(id))
             }
             (Asked::Hold, _) => {
                 live.holds = !later;
