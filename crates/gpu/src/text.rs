@@ -124,6 +124,8 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("delta_scan.metal"),
     kernel_file!("gemv.metal"),
     kernel_file!("elementwise.metal"),
+    kernel_file!("sample.metal"),
+    kernel_file!("sample_pick.metal"),
 ];
 
 /// The platform header of that file name, for checks that bring their own driver of the text.

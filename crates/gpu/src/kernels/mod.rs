@@ -12,6 +12,7 @@ pub fn argument_structs() -> String {
         gemm::declarations(),
         route::declarations(),
         moe::declarations(),
+        sample::declarations(),
     ]
     .concat()
 }
@@ -24,3 +25,4 @@ pub mod gemm;
 pub mod gemv;
 pub mod moe;
 pub mod route;
+pub mod sample;
