@@ -4,7 +4,12 @@ use std::path::PathBuf;
 
 use clap::Args;
 use lily_cpu::{CpuDevice, CpuOptions, Isa};
+use lily_cuda::CudaDriver;
+use lily_device::Device;
+use lily_gpu::{Driver, GpuDevice, Tuning};
 use lily_model::Precision;
+
+use crate::failure::Failure;
 
 /// Prompt tokens of one step, unless asked otherwise: large enough that each weight fetched serves many
 /// tokens, small enough that Ctrl-C is seen soon.
@@ -13,6 +18,11 @@ const CHUNK: usize = 512;
 /// How the model is computed.
 #[derive(Args, Clone, Debug)]
 pub struct ComputeArgs {
+    /// Where to compute: cpu, or cuda for the first NVIDIA GPU, cuda:N for another. `lily doctor` says what is
+    /// usable here.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device, help_heading = "Computing")]
+    pub device: DeviceName,
+
     /// Threads to compute with. Default: one a core that the program may use. Results do not depend on it.
     #[arg(long, value_name = "N", value_parser = count, help_heading = "Computing")]
     pub threads: Option<usize>,
@@ -40,9 +50,58 @@ impl ComputeArgs {
         }
     }
 
-    pub fn device(&self) -> CpuDevice {
-        CpuDevice::new(CpuOptions { threads: self.threads, isa: self.isa })
+    /// Opens the device.
+    pub fn device(&self) -> Result<Box<dyn Device>, Failure> {
+        match self.device {
+            DeviceName::Cpu => {
+                let options = CpuOptions { threads: self.threads, isa: self.isa };
+                Ok(Box::new(CpuDevice::new(options)))
+            }
+            DeviceName::Cuda(ordinal) => cuda(ordinal),
+        }
     }
+
+    /// Whether the model's memory is the host's.
+    pub fn on_host(&self) -> bool {
+        self.device == DeviceName::Cpu
+    }
+}
+
+/// A kind of device, as named on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceName {
+    /// The CPU.
+    Cpu,
+    /// An NVIDIA GPU, by number.
+    Cuda(i32),
+}
+
+fn device(name: &str) -> Result<DeviceName, String> {
+    let number = |text: &str| text.parse().ok().filter(|n| *n >= 0).map(DeviceName::Cuda);
+    match name {
+        "cpu" => Some(DeviceName::Cpu),
+        "cuda" => Some(DeviceName::Cuda(0)),
+        _ => name.strip_prefix("cuda:").and_then(number),
+    }
+    .ok_or_else(|| "there are cpu, cuda and cuda:N".into())
+}
+
+fn cuda(ordinal: i32) -> Result<Box<dyn Device>, Failure> {
+    let options = lily_cuda::Options { ordinal, ..lily_cuda::Options::default() };
+    let first = CudaDriver::open(options.clone()).map_err(|e| {
+        Failure::new(e.to_string(), "see `lily doctor`, or compute with --device cpu")
+    })?;
+    let profile = first.profile().clone();
+    // The probe becomes the first program's driver: a context takes seconds to make.
+    let kept = std::sync::Mutex::new(Some(first));
+    let open = move || -> Result<Box<dyn Driver>, lily_gpu::DriverError> {
+        let kept = kept.lock().ok().and_then(|mut kept| kept.take());
+        match kept {
+            Some(driver) => Ok(Box::new(driver)),
+            None => Ok(Box::new(CudaDriver::open(options.clone())?)),
+        }
+    };
+    Ok(Box::new(GpuDevice::new(profile, Tuning::default(), Box::new(open))))
 }
 
 /// Which model.

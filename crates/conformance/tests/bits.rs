@@ -259,7 +259,7 @@ fn check_sampled_answer(subject: &Subject) {
     let sample = |program: &mut dyn Program, slot, input| {
         let step = Step::one(slot, input, Output::Sample(params.clone()));
         match program.run(step).expect("the step runs").segments[..] {
-            [SegmentOut::Sampled(id)] => id,
+            [SegmentOut::Sampled(ref sampled)] => sampled.id,
             ref other => panic!("{other:?}"),
         }
     };

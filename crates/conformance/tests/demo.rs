@@ -88,7 +88,7 @@ fn precise_greedy_continuations_equal_mlx_lm() {
         for (i, want) in want.iter().enumerate() {
             let step = Step::one(SLOT, input, Output::Sample(SampleParams::GREEDY));
             let id = match program.run(step).expect("the step runs").segments[..] {
-                [SegmentOut::Sampled(id)] => id,
+                [SegmentOut::Sampled(ref sampled)] => sampled.id,
                 ref other => panic!("{other:?}"),
             };
             assert!(

@@ -80,7 +80,7 @@ fn precise_greedy_continuations_equal_mlx_lm() {
         while ids.len() < fixture.greedy.len() {
             let out = program.run(Step::one(SLOT, input, greedy())).expect("the step runs");
             match out.segments[..] {
-                [SegmentOut::Sampled(id)] => ids.push(id),
+                [SegmentOut::Sampled(ref sampled)] => ids.push(sampled.id),
                 ref other => panic!("{other:?}"),
             }
             input = Input::LastSampled;

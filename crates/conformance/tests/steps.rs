@@ -39,7 +39,7 @@ fn greedy() -> Output {
 fn sampled(program: &mut dyn Program, slot: u32, input: Input) -> u32 {
     match program.run(Step::one(SlotId(slot), input, greedy())).expect("the step runs").segments[..]
     {
-        [SegmentOut::Sampled(id)] => id,
+        [SegmentOut::Sampled(ref sampled)] => sampled.id,
         ref other => panic!("{other:?}"),
     }
 }
@@ -53,7 +53,7 @@ fn refusal(program: &mut dyn Program, step: Step) -> Refusal {
 
 #[test]
 fn what_is_refused_changes_nothing() {
-    let mut program = fixture(Limits { slots: 2, rows: 32, outputs: 4, pages: 2 });
+    let mut program = fixture(Limits { slots: 2, rows: 32, outputs: 4, pages: 2, undo: false });
     let want = sampled(&mut *fixture(Limits::new(1, 512, 32)), 0, tokens(20));
     let one = |slot, input, output| Step::one(SlotId(slot), input, output);
     let twice = Step {
@@ -86,7 +86,7 @@ fn what_is_refused_changes_nothing() {
 
 #[test]
 fn pages_run_out_and_come_back() {
-    let mut program = fixture(Limits { slots: 3, rows: 200, outputs: 4, pages: 2 });
+    let mut program = fixture(Limits { slots: 3, rows: 200, outputs: 4, pages: 2, undo: false });
     sampled(&mut *program, 0, tokens(200));
     sampled(&mut *program, 1, tokens(100));
     assert_eq!(program.free_pages(), 0);
@@ -123,7 +123,7 @@ fn two_steps_may_be_in_flight() {
     let mut serial = fixture(Limits::new(1, 512, 32));
     let want = [sampled(&mut *serial, 0, tokens(5)), sampled(&mut *serial, 0, Input::LastSampled)];
     let got = [a, b].map(|out| out.segments[0].clone());
-    assert_eq!(got, want.map(SegmentOut::Sampled));
+    assert_eq!(got, want.map(|id| SegmentOut::Sampled(id.into())));
     assert!(program.wait(lily_device::Ticket(77)).is_err());
 }
 
@@ -140,7 +140,7 @@ fn held_logits_are_sampled_later_with_a_mask() {
     let allowed: Vec<bool> = (0..512).map(|id| id != want).collect();
     let masked =
         SampleParams { mask: Some(Arc::new(TokenMask::new(&allowed))), ..SampleParams::GREEDY };
-    let other = program.sample(SlotId(1), &masked).expect("a token is left");
+    let other = program.sample(SlotId(1), &masked).expect("a token is left").id;
     assert_ne!(other, want);
     assert!(matches!(program.sample(SlotId(1), &masked), Err(StepError::Refused(_))));
     // The handoff takes what was sampled.
@@ -225,9 +225,9 @@ fn a_failing_segment_leaves_its_batch_mates_alone() {
     };
     let out = program.run(step([tokens(3), tokens(20)])).expect("one segment has a result");
     match &out.segments[..] {
-        [SegmentOut::Failed(reason), SegmentOut::Sampled(id)] => {
+        [SegmentOut::Failed(reason), SegmentOut::Sampled(sampled)] => {
             assert!(reason.contains("layer 0"), "{reason}");
-            assert_eq!(*id, want[0]);
+            assert_eq!(sampled.id, want[0]);
         }
         other => panic!("{other:?}"),
     }

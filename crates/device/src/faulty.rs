@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lily_ops::sample::SampleParams;
+use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
 use crate::program::{Counters, Device, Limits, MemoryNeed, PrepareError, Program, Snapshot};
@@ -38,6 +38,8 @@ pub enum Call {
     Restore,
     /// [`Program::reset`].
     Reset,
+    /// [`Program::undo_last`].
+    Undo,
 }
 
 /// Which calls of a program fail: the kind, which of its kind (counted from 0), and how.
@@ -172,9 +174,14 @@ impl Program for FaultyProgram {
         }
     }
 
-    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError> {
+    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<Sampled, StepError> {
         self.usable(slot)?;
         self.call(Call::Sample, slot, |program| program.sample(slot, params))
+    }
+
+    fn undo_last(&mut self, slot: SlotId) -> Result<(), StepError> {
+        self.usable(slot)?;
+        self.call(Call::Undo, slot, |program| program.undo_last(slot))
     }
 
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
@@ -252,6 +259,10 @@ impl Device for FaultyDevice {
         format!("faulty {}", self.inner.name())
     }
 
+    fn overlaps(&self) -> bool {
+        self.inner.overlaps()
+    }
+
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {
         self.inner.memory(plan, limits)
     }
@@ -300,8 +311,11 @@ mod tests {
         fn wait(&mut self, _: Ticket) -> Result<StepOut, StepError> {
             Ok(StepOut { segments: vec![SegmentOut::None] })
         }
-        fn sample(&mut self, _: SlotId, _: &SampleParams) -> Result<u32, StepError> {
-            Ok(5)
+        fn sample(&mut self, _: SlotId, _: &SampleParams) -> Result<Sampled, StepError> {
+            Ok(Sampled::from(5))
+        }
+        fn undo_last(&mut self, _: SlotId) -> Result<(), StepError> {
+            Ok(())
         }
         fn reset(&mut self, _: SlotId) -> Result<(), StepError> {
             Ok(())
@@ -398,6 +412,7 @@ mod tests {
             Call::Snapshot => program.snapshot(SLOT).map(|_| ()),
             Call::Restore => program.restore(SLOT, &snapshot),
             Call::Reset => program.reset(SLOT),
+            Call::Undo => program.undo_last(SLOT),
         };
         result.map_err(|e| match e {
             StepError::Refused(_) => Fault::Refuse,
@@ -412,7 +427,7 @@ mod tests {
     #[test]
     fn every_call_fails_in_every_way() {
         use Call::*;
-        for call in [Submit, Wait, Sample, Snapshot, Restore, Reset] {
+        for call in [Submit, Wait, Sample, Snapshot, Restore, Reset, Undo] {
             let schedule =
                 vec![(call, 1, Fault::Refuse), (call, 2, Fault::Fail), (call, 4, Fault::Lose)];
             let mut program = prepare(&device(vec![schedule])).expect("prepared");
@@ -427,7 +442,7 @@ mod tests {
             assert_eq!(program.position(SLOT), Ok(0), "{call:?}: cured");
             assert_eq!(make(&mut *program, call), Ok(()), "{call:?}");
             assert_eq!(make(&mut *program, call), Err(Fault::Lose), "{call:?}");
-            for any in [Submit, Sample, Snapshot, Restore, Reset] {
+            for any in [Submit, Sample, Snapshot, Restore, Reset, Undo] {
                 assert_eq!(make(&mut *program, any), Err(Fault::Lose));
             }
         }

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use lily_ops::sample::{SampleParams, TokenCounts};
+use lily_ops::sample::{SampleParams, Sampled, TokenCounts};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
 use crate::step::{SlotId, Step, StepError, StepOut, Ticket};
@@ -17,14 +17,17 @@ pub struct Limits {
     pub outputs: usize,
     /// KV pages of 256 tokens, shared by all slots.
     pub pages: usize,
+    /// Whether a slot's last step of one token can be [taken back](Program::undo_last). It may take memory
+    /// for the state before it, and the time of a copy a step.
+    pub undo: bool,
 }
 
 impl Limits {
-    /// Limits for `slots` timelines of `context` tokens each, in steps of at most `rows` tokens.
+    /// Limits for `slots` timelines of `context` tokens each, in steps of at most `rows` tokens, without undo.
     /// Absurd numbers saturate, and a device's budget then refuses them.
     pub fn new(slots: usize, context: usize, rows: usize) -> Self {
         let pages = slots.saturating_mul(context.div_ceil(lily_ops::plan::PAGE_TOKENS));
-        Self { slots, rows, outputs: rows.min(32).max(slots), pages }
+        Self { slots, rows, outputs: rows.min(32).max(slots), pages, undo: false }
     }
 }
 
@@ -33,7 +36,7 @@ impl Limits {
 pub struct MemoryNeed {
     /// KV pages.
     pub kv: u64,
-    /// Recurrent and convolution state of all slots.
+    /// Recurrent and convolution state of all slots, and what it was before where steps can be taken back.
     pub state: u64,
     /// Values between operations, logits and the device's own work space.
     pub scratch: u64,
@@ -81,6 +84,12 @@ pub struct Counters {
 pub trait Device: Send + Sync {
     /// Name, with what matters of the machine: `cpu (avx512-vnni, 2 threads)`.
     fn name(&self) -> String;
+
+    /// Whether [`submit`](Program::submit) returns before its step has run, so that keeping two in flight
+    /// saves time.
+    fn overlaps(&self) -> bool {
+        false
+    }
 
     /// Bytes that [`prepare`](Self::prepare) would allocate.
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed;
@@ -138,7 +147,19 @@ pub trait Program: Send {
     fn wait(&mut self, ticket: Ticket) -> Result<StepOut, StepError>;
 
     /// Chooses a token from the logits that a step with [`Output::Hold`](crate::Output::Hold) left on the device.
-    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError>;
+    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<Sampled, StepError>;
+
+    /// Takes back the last step of a slot, one of a single token: position, pages, recurrent state, the token
+    /// for [`LastSampled`](crate::Input::LastSampled), the sampler's counter and token counts are as if
+    /// it had never run. Logits held before it are not held again.
+    ///
+    /// This is for the surplus step of two in flight, when the first one's token turns out to end the answer.
+    ///
+    /// # Errors
+    /// Refused without [`Limits::undo`], for a step of several tokens, before the step was waited for, for the
+    /// step before the last, and after [`reset`](Self::reset), [`restore`](Self::restore) or
+    /// [`begin_answer`](Self::begin_answer).
+    fn undo_last(&mut self, slot: SlotId) -> Result<(), StepError>;
 
     /// Forgets everything of a slot and frees its pages. A poisoned slot is usable again.
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError>;

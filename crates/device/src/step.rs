@@ -1,6 +1,6 @@
 //! The step: what a program is asked to do, and what comes back.
 
-use lily_ops::sample::SampleParams;
+use lily_ops::sample::{SampleParams, Sampled};
 
 /// A slot: one timeline of tokens with its state on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -87,8 +87,8 @@ pub struct Score {
 pub enum SegmentOut {
     /// Nothing was asked for, or the logits are held on the device.
     None,
-    /// The chosen token.
-    Sampled(u32),
+    /// The chosen token, with log-probabilities where the parameters ask for them.
+    Sampled(Sampled),
     /// One score a token.
     Scores(Vec<Score>),
     /// `tokens × vocabulary` logits.

@@ -2,8 +2,9 @@
 
 use std::fmt;
 
-use lily_device::{Device, Limits, Plan};
+use lily_device::{Device, Plan};
 
+use crate::engine::EngineOptions;
 use crate::memory::Machine;
 
 /// Bytes a plan needs on a device.
@@ -19,12 +20,18 @@ pub struct Budget {
     pub state: u64,
     /// Values between operations, logits and the device's own work space.
     pub scratch: u64,
+    /// Host memory for snapshots and checkpoints, at most.
+    pub snapshots: u64,
+    /// Logits that one step may return.
+    pub logits: u64,
 }
 
 impl Budget {
     /// What is allocated, as opposed to mapped from files.
     pub fn anonymous(&self) -> u64 {
-        [self.kv, self.state, self.scratch].into_iter().fold(self.copies, u64::saturating_add)
+        [self.kv, self.state, self.scratch, self.snapshots, self.logits]
+            .into_iter()
+            .fold(self.copies, u64::saturating_add)
     }
 
     /// Everything.
@@ -44,15 +51,18 @@ impl Budget {
     }
 }
 
-/// The budget of `plan` on `device` within `limits`. Allocates nothing.
-pub fn budget(device: &dyn Device, plan: &Plan, limits: &Limits) -> Budget {
-    let need = device.memory(plan, limits);
+/// The budget of `plan` on `device` for an engine of these options. Allocates nothing.
+pub fn budget(device: &dyn Device, plan: &Plan, options: &EngineOptions) -> Budget {
+    let need = device.memory(plan, &options.limits());
+    let row = plan.vocab as u64 * size_of::<f32>() as u64;
     Budget {
         weights: plan.weights.iter().map(|w| w.bytes()).sum(),
         copies: need.weights,
         kv: need.kv,
         state: need.state,
         scratch: need.scratch,
+        snapshots: options.snapshot_bytes,
+        logits: row.saturating_mul(options.logit_rows as u64),
     }
 }
 
@@ -74,13 +84,17 @@ impl fmt::Display for MemoryRefusal {
         }
         write!(
             f,
-            ", KV cache {}, recurrent state {}, scratch {}: {} in all, {} of it allocated; ",
+            ", KV cache {}, recurrent state {}, scratch {}",
             Bytes(b.kv),
             Bytes(b.state),
-            Bytes(b.scratch),
-            Bytes(b.total()),
-            Bytes(b.anonymous())
+            Bytes(b.scratch)
         )?;
+        for (what, bytes) in [("snapshots", b.snapshots), ("logits", b.logits)] {
+            if bytes > 0 {
+                write!(f, ", {what} {}", Bytes(bytes))?;
+            }
+        }
+        write!(f, ": {} in all, {} of it allocated; ", Bytes(b.total()), Bytes(b.anonymous()))?;
         let known = |bytes: Option<u64>| bytes.map_or("unknown".into(), |b| Bytes(b).to_string());
         write!(
             f,
@@ -119,7 +133,14 @@ mod tests {
     const G: u64 = 1 << 30;
 
     fn need() -> Budget {
-        Budget { weights: 20 * G, copies: 0, kv: 2 * G, state: G / 2, scratch: G / 2 }
+        Budget {
+            weights: 20 * G,
+            copies: 0,
+            kv: 2 * G,
+            state: G / 2,
+            scratch: G / 2,
+            ..Budget::default()
+        }
     }
 
     fn machine(total: u64, available: u64) -> Machine {
@@ -135,6 +156,11 @@ mod tests {
         let copied = Budget { copies: 20 * G, ..need() };
         assert!(copied.check(&machine(64 * G, 22 * G)).is_err());
         assert_eq!(copied.check(&machine(64 * G, 23 * G)), Ok(()));
+        for more in [Budget { snapshots: G, ..need() }, Budget { logits: G, ..need() }] {
+            assert_eq!(more.anonymous(), 4 * G);
+            assert_eq!(more.check(&machine(24 * G, 4 * G)), Ok(()));
+            assert!(more.check(&machine(24 * G, 4 * G - 1)).is_err());
+        }
     }
 
     #[test]
@@ -151,6 +177,10 @@ mod tests {
             assert!(text.contains(part), "{part} in {text}");
         }
         assert!(text.contains("shorter --context, fewer slots"), "{text}");
+        assert!(!text.contains("snapshots") && !text.contains("logits"), "{text}");
+        let more = Budget { snapshots: 3 * G, logits: 5 * G, ..need() };
+        let text = more.check(&machine(22 * G, 2 * G)).unwrap_err().to_string();
+        assert!(text.contains("snapshots 3.0 GiB, logits 5.0 GiB: 31.0 GiB in all"), "{text}");
         let text = need().check(&machine(8 * G, 2 * G)).unwrap_err().to_string();
         assert!(text.contains("smaller model"), "{text}");
         assert!(!text.contains("--context"), "{text}");

@@ -1,18 +1,19 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use lily_device::{
-    Device, Limits, Output, Plan, Program, Refusal, SegmentOut, SlotId, Step, StepError, Weight,
-};
-use lily_ops::sample::SampleParams;
+use lily_device::{Device, Limits, Plan, Program, SlotId, StepError, Weight};
+use lily_ops::plan::PAGE_TOKENS;
+use lily_ops::sample::{SampleParams, Sampled};
 
 use crate::budget::{Budget, budget};
 use crate::error::EngineError;
+use crate::flight::{Abandoned, InFlight};
 use crate::memory::Machine;
-use crate::session::{Lease, Returned, Session, Work};
+use crate::session::{Lease, Returned, Session};
+use crate::snapshot::HostMemory;
 
 /// What an engine is prepared for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,20 +24,41 @@ pub struct EngineOptions {
     pub slots: usize,
     /// Most prompt tokens of one step: bounds scratch memory, and how long a cancellation takes.
     pub chunk: usize,
+    /// KV pages of 256 tokens that all sessions share; `None` sets aside what all of them can fill. With
+    /// fewer, steps are refused as [`OutOfPages`](EngineError::OutOfPages) when they run out.
+    pub pages: Option<usize>,
+    /// Bytes of host memory that snapshots and checkpoints may take, of all sessions together.
+    pub snapshot_bytes: u64,
+    /// Most rows of one step that may ask for [`Output::Logits`](lily_device::Output::Logits).
+    pub logit_rows: usize,
+    /// Whether decode steps can be [taken back](Engine::undo), which two in flight need. It takes a second
+    /// copy of the recurrent state, and on some devices the time to make it.
+    pub undo: bool,
 }
 
 impl EngineOptions {
+    /// Pages for all, no snapshots, no logits, no undo.
+    pub const fn new(context: usize, slots: usize, chunk: usize) -> Self {
+        Self { context, slots, chunk, pages: None, snapshot_bytes: 0, logit_rows: 0, undo: false }
+    }
+
     /// The device limits that follow.
     pub fn limits(&self) -> Limits {
         // A decode step of all slots has one row for each of them.
         let rows = self.chunk.min(self.context).max(self.slots);
-        Limits::new(self.slots, self.context, rows)
+        let limits = Limits::new(self.slots, self.context, rows);
+        Limits { pages: self.pages.unwrap_or(limits.pages), undo: self.undo, ..limits }
     }
 
     fn check(&self) -> Result<(), EngineError> {
         let options = [("context", self.context), ("slots", self.slots), ("chunk", self.chunk)];
-        match options.into_iter().find(|(_, value)| *value == 0) {
-            Some((option, value)) => Err(EngineError::Options { option, value }),
+        if let Some((option, value)) = options.into_iter().find(|(_, value)| *value == 0) {
+            return Err(EngineError::Options { option, value });
+        }
+        // With fewer a session could fill them all and still not go on.
+        let need = self.context.div_ceil(PAGE_TOKENS);
+        match self.pages.filter(|pages| *pages < need) {
+            Some(pages) => Err(EngineError::TooFewPages { pages, need, context: self.context }),
             None => Ok(()),
         }
     }
@@ -48,8 +70,15 @@ pub struct Engine {
     plan: Arc<Plan>,
     options: EngineOptions,
     budget: Budget,
+    overlaps: bool,
     free: Vec<SlotId>,
     returned: Returned,
+    /// Steps that the device has, in order.
+    pub(crate) flights: VecDeque<InFlight>,
+    pub(crate) abandoned: Abandoned,
+    /// When a step was last waited for.
+    pub(crate) last_landing: Option<Instant>,
+    pub(crate) host_memory: Arc<HostMemory>,
     /// Slots without usable state, and why.
     poisoned: BTreeMap<SlotId, String>,
     lost: Option<String>,
@@ -95,7 +124,7 @@ impl Engine {
     ) -> Result<Self, EngineError> {
         options.check()?;
         let limits = options.limits();
-        let budget = budget(device, &plan, &limits);
+        let budget = budget(device, &plan, &options);
         budget.check(machine).map_err(|refusal| EngineError::OutOfMemory {
             model: plan.name.clone(),
             device: device.name(),
@@ -106,8 +135,13 @@ impl Engine {
             plan,
             options,
             budget,
+            overlaps: device.overlaps(),
             free: (0..options.slots as u32).rev().map(SlotId).collect(),
             returned: Returned::default(),
+            flights: VecDeque::new(),
+            abandoned: Abandoned::default(),
+            last_landing: None,
+            host_memory: Arc::new(HostMemory::new(options.snapshot_bytes)),
             poisoned: BTreeMap::new(),
             lost: None,
         })
@@ -153,70 +187,29 @@ impl Engine {
         self.reclaim()
     }
 
-    /// Runs segments of different sessions together and records in each session what the device has seen.
-    /// Results come in the order of `work`.
-    ///
-    /// # Errors
-    /// Refusals change nothing: the same work can be built and run again. After
-    /// [`StepFailed`](EngineError::StepFailed) those sessions are poisoned whose state is lost. Where only
-    /// some segments failed, their results are [`SegmentOut::Failed`] and the others' are good.
-    pub fn step(&mut self, work: Vec<Work<'_>>) -> Result<Vec<SegmentOut>, EngineError> {
-        self.reclaim()?;
-        for w in &work {
-            self.usable(w.session)?;
-            if w.session.tokens.len() + w.rows > self.options.context {
-                return Err(EngineError::ContextFull { context: self.options.context });
-            }
-        }
-        if work.is_empty() {
-            return Ok(Vec::new());
-        }
-        let step = Step { segments: work.iter().map(|w| w.segment.clone()).collect() };
-        let start = Instant::now();
-        let out = self.program.run(step);
-        let seconds = start.elapsed().as_secs_f64();
-        let sessions = || work.iter().map(|w| (w.session.slot(), w.session.tokens.len())).collect();
-        let out = match out {
-            Ok(out) => out.segments,
-            Err(error) => return Err(self.failure(error, sessions())),
-        };
-        if let Some(error) = self.all_failed(&work, &out) {
-            return Err(self.failure(error, sessions()));
-        }
-        if let Some(reason) = unexpected(&work, &out, self.plan.vocab) {
-            // The device is not where the session believes it to be: as bad as a failure.
-            let slots = work.iter().map(|w| w.session.slot()).collect();
-            return Err(self.failure(StepError::Failed { slots, reason }, sessions()));
-        }
-        for (w, out) in work.into_iter().zip(&out) {
-            let slot = w.session.slot();
-            if let SegmentOut::Failed(reason) = out {
-                self.poisoned.insert(slot, reason.clone());
-                continue;
-            }
-            let position = w.session.tokens.len() + w.rows;
-            debug_assert_eq!(self.program.position(slot), Ok(position), "slot {}", slot.0);
-            let sampled = match out {
-                SegmentOut::Sampled(token) => Some(*token),
-                _ => None,
-            };
-            w.done(sampled, seconds);
-        }
-        Ok(out)
-    }
-
     /// Chooses a token from the logits that a step with [`Output::Hold`] left on the device.
     pub fn sample_held(
         &mut self,
         session: &mut Session,
         params: &SampleParams,
-    ) -> Result<u32, EngineError> {
+    ) -> Result<Sampled, EngineError> {
         self.usable(session)?;
-        params.check().map_err(EngineError::Parameters)?;
-        let token = self.program.sample(session.slot(), params);
-        let token = self.note(session, token)?;
-        session.last_sampled = Some(token);
-        Ok(token)
+        params.check(self.plan.vocab).map_err(EngineError::Parameters)?;
+        let sampled = self.program.sample(session.slot(), params);
+        let sampled = self.note(session, sampled)?;
+        session.last_sampled = Some(sampled.id);
+        Ok(sampled)
+    }
+
+    /// How many steps are worth keeping in flight: two where the device overlaps them and one can be taken
+    /// back.
+    pub fn depth(&self) -> usize {
+        1 + usize::from(self.overlaps && self.options.undo)
+    }
+
+    /// KV pages not in use.
+    pub fn free_pages(&self) -> usize {
+        self.program.free_pages()
     }
 
     /// The device answers and the session is one of this engine.
@@ -228,8 +221,24 @@ impl Engine {
         }
     }
 
+    /// As [`not_poisoned`](Self::not_poisoned), and none of its steps is in flight.
+    pub(crate) fn usable(&mut self, session: &Session) -> Result<(), EngineError> {
+        self.land_abandoned();
+        self.not_poisoned(session)?;
+        self.settled(session)
+    }
+
+    /// No step of the session is in flight.
+    pub(crate) fn settled(&self, session: &Session) -> Result<(), EngineError> {
+        let slot = session.slot();
+        match self.flights.iter().any(|f| f.slots.contains(&slot)) {
+            true => Err(EngineError::InFlight { slot: slot.0 }),
+            false => Ok(()),
+        }
+    }
+
     /// As [`owned`](Self::owned), and its slot holds a usable state.
-    pub(crate) fn usable(&self, session: &Session) -> Result<(), EngineError> {
+    pub(crate) fn not_poisoned(&self, session: &Session) -> Result<(), EngineError> {
         self.owned(session)?;
         match self.poisoned.get(&session.slot()) {
             Some(reason) => {
@@ -243,12 +252,26 @@ impl Engine {
         self.poisoned.contains_key(&session.slot())
     }
 
+    pub(crate) fn poison(&mut self, slot: SlotId, reason: String) {
+        self.poisoned.insert(slot, reason);
+    }
+
+    pub(crate) fn poison_of(&self, slot: SlotId) -> Option<&str> {
+        self.poisoned.get(&slot).map(String::as_str)
+    }
+
+    pub(crate) fn lose(&mut self, reason: String) {
+        self.lost = Some(reason);
+        self.flights.clear();
+    }
+
     /// Empties the session's slot, whatever state it was in.
     pub(crate) fn reset(&mut self, session: &mut Session) -> Result<(), EngineError> {
         let result = self.program.reset(session.slot());
         self.note(session, result)?;
         self.healed(session);
         session.tokens.clear();
+        session.decoded_last = false;
         Ok(())
     }
 
@@ -265,17 +288,18 @@ impl Engine {
         session: &Session,
         result: Result<T, StepError>,
     ) -> Result<T, EngineError> {
-        let sessions = vec![(session.slot(), session.tokens.len())];
+        let sessions = vec![(session.slot(), session.coming())];
         result.map_err(|error| self.failure(error, sessions))
     }
 
     /// Records what an error means for the slots it was about, given with the tokens they had seen.
-    fn failure(&mut self, error: StepError, sessions: Vec<(SlotId, usize)>) -> EngineError {
+    pub(crate) fn failure(
+        &mut self,
+        error: StepError,
+        sessions: Vec<(SlotId, usize)>,
+    ) -> EngineError {
         match error {
-            StepError::Refused(Refusal::OutOfPages { need, free }) => {
-                EngineError::OutOfPages { need, free }
-            }
-            StepError::Refused(refusal) => EngineError::Refused(refusal.to_string()),
+            StepError::Refused(refusal) => refusal.into(),
             StepError::Failed { slots, reason } => {
                 // A slot that is not named is intact, but whether its part ran only its position tells.
                 let moved = sessions
@@ -290,41 +314,35 @@ impl Engine {
                 EngineError::StepFailed { slot: slot.0, position, reason }
             }
             StepError::Lost(reason) => {
-                self.lost = Some(reason.clone());
+                self.lose(reason.clone());
                 EngineError::DeviceLost(reason)
             }
         }
     }
 
-    /// The error of a step none of whose segments has a result.
-    fn all_failed(&self, work: &[Work<'_>], out: &[SegmentOut]) -> Option<StepError> {
-        let reasons = out.iter().map(|out| match out {
-            SegmentOut::Failed(reason) => Some(reason),
-            _ => None,
-        });
-        let reasons: Option<Vec<&String>> = reasons.collect();
-        let reason = reasons?.first()?.to_string();
-        let slots = work.iter().map(|w| w.session.slot()).collect();
-        Some(StepError::Failed { slots, reason })
-    }
-
-    fn alive(&self) -> Result<(), EngineError> {
+    pub(crate) fn alive(&self) -> Result<(), EngineError> {
         match &self.lost {
             Some(reason) => Err(EngineError::DeviceLost(reason.clone())),
             None => Ok(()),
         }
     }
 
-    /// Takes the slots of ended sessions back. One that cannot be emptied now is emptied when it is opened.
-    fn reclaim(&mut self) -> Result<(), EngineError> {
-        let ended =
-            std::mem::take(&mut *self.returned.lock().unwrap_or_else(PoisonError::into_inner));
+    /// Takes the slots of ended sessions back. One that cannot be emptied now is emptied when it is opened;
+    /// one with a step in flight waits for it.
+    pub(crate) fn reclaim(&mut self) -> Result<(), EngineError> {
+        self.land_abandoned();
+        let flying: Vec<SlotId> = self.flights.iter().flat_map(|f| f.slots.clone()).collect();
+        let mut returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner);
+        let (wait, ended): (Vec<SlotId>, _) =
+            returned.drain(..).partition(|slot| flying.contains(slot));
+        *returned = wait;
+        drop(returned);
         for slot in ended {
             match self.program.reset(slot) {
                 Ok(()) => {
                     self.poisoned.remove(&slot);
                 }
-                Err(StepError::Lost(reason)) => self.lost = Some(reason),
+                Err(StepError::Lost(reason)) => self.lose(reason),
                 Err(error) => {
                     self.poisoned.insert(slot, error.to_string());
                 }
@@ -334,22 +352,4 @@ impl Engine {
         self.free.sort_unstable_by(|a, b| b.cmp(a));
         self.alive()
     }
-}
-
-/// What is wrong with results, if anything: each must be of the kind and length that was asked for.
-fn unexpected(work: &[Work<'_>], out: &[SegmentOut], vocab: usize) -> Option<String> {
-    if work.len() != out.len() {
-        return Some(format!("{} results came for {} segments", out.len(), work.len()));
-    }
-    let wrong = work.iter().zip(out).find(|(w, out)| match (&w.segment.output, out) {
-        (_, SegmentOut::Failed(_)) => false,
-        (Output::None | Output::Hold, SegmentOut::None) => false,
-        (Output::Sample(_), SegmentOut::Sampled(token)) => *token as usize >= vocab,
-        (Output::Scores(_), SegmentOut::Scores(scores)) => scores.len() != w.rows,
-        (Output::Logits, SegmentOut::Logits(logits)) => logits.len() != w.rows * vocab,
-        _ => true,
-    });
-    wrong.map(|(w, _)| {
-        format!("the result of slot {} is not what was asked for", w.session.slot().0)
-    })
 }

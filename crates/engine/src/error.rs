@@ -14,6 +14,54 @@ pub enum EngineError {
         /// Its value.
         value: usize,
     },
+    /// A session alone could run out of pages.
+    #[error(
+        "{pages} KV pages of 256 tokens cannot hold a context of {context}, which takes {need}; set aside more pages or shorten the context"
+    )]
+    TooFewPages {
+        /// Pages asked for.
+        pages: usize,
+        /// Pages that one session can fill.
+        need: usize,
+        /// Tokens of the context.
+        context: usize,
+    },
+    /// Snapshots and checkpoints take all the host memory set aside for them. Nothing changed.
+    #[error(
+        "a snapshot of {need} bytes does not fit: {used} of the {cap} bytes set aside for snapshots are in use; drop some, or set more aside"
+    )]
+    SnapshotMemory {
+        /// Bytes of the snapshot.
+        need: u64,
+        /// Bytes in use.
+        used: u64,
+        /// Bytes set aside.
+        cap: u64,
+    },
+    /// More logits were asked for than memory was set aside for. Nothing changed.
+    #[error(
+        "logits of {rows} rows are asked for in one step, memory is set aside for {most}; prepare the engine with more logit_rows"
+    )]
+    LogitRows {
+        /// Rows asked for.
+        rows: usize,
+        /// Rows set aside.
+        most: usize,
+    },
+    /// A step of the session is in flight.
+    #[error("a step of slot {slot} is in flight; wait for it first")]
+    InFlight {
+        /// The slot.
+        slot: u32,
+    },
+    /// The last step of the session is not one that can be taken back.
+    #[error(
+        "the last step of slot {slot} was no decode step; only the last one can be taken back, once"
+    )]
+    NothingToUndo {
+        /// The slot.
+        slot: u32,
+    },
     /// The machine has too little memory for the model in this context.
     #[error("not enough memory for {model} on {device}: {refusal}")]
     OutOfMemory {

@@ -1,9 +1,10 @@
 //! Answers, token by token.
 
+use std::collections::VecDeque;
 use std::ops::ControlFlow;
 
-use lily_device::Output;
-use lily_ops::sample::SampleParams;
+use lily_device::{Output, SegmentOut};
+use lily_ops::sample::{Logprobs, SampleParams, Sampled};
 
 use crate::cancel::Cancel;
 use crate::engine::{Engine, next_epoch};
@@ -39,6 +40,8 @@ pub enum FinishReason {
 pub struct Generated {
     /// Its tokens.
     pub ids: Vec<u32>,
+    /// The log-probabilities of each, if they were asked for.
+    pub logprobs: Vec<Logprobs>,
     /// Why it ended.
     pub finish: FinishReason,
     /// Times of the prompt, from the sync on, and of the answer.
@@ -55,6 +58,7 @@ pub struct Generation {
     prompt: usize,
     context: usize,
     ids: Vec<u32>,
+    logprobs: Vec<Logprobs>,
     finish: Option<FinishReason>,
 }
 
@@ -77,16 +81,26 @@ impl Generation {
             let Some(work) = self.work(session, max_rows)? else {
                 return Ok(None);
             };
-            engine.step(vec![work])?;
-            if let Some(token) = session.last_sampled {
-                self.accept(token);
+            if let Some(token) = self.take(engine.step(vec![work])?) {
                 return Ok(Some(token));
             }
         }
     }
 
+    /// Accepts what the answer's only segment of a step sampled.
+    fn take(&mut self, out: Vec<SegmentOut>) -> Option<u32> {
+        match out.into_iter().next() {
+            Some(SegmentOut::Sampled(sampled)) => {
+                let token = sampled.id;
+                self.accept(sampled);
+                Some(token)
+            }
+            _ => None,
+        }
+    }
+
     /// What the session has to compute next: a chunk of at most `max_rows` prompt tokens, or one decode
-    /// step. `None` once the answer is finished. After the [step](Engine::step), a sampled token is
+    /// step. `None` once the answer is finished, or will be by the steps in flight. After the [step](Engine::step), a sampled token is
     /// [accepted](Self::accept).
     pub fn work<'s>(
         &self,
@@ -101,26 +115,38 @@ impl Generation {
         if session.epoch != self.epoch || known != self.prompt + self.ids.len() {
             return Err(EngineError::StaleGeneration { slot: session.slot().0 });
         }
+        let coming = self.ids.len() + session.coming_samples();
+        if coming > 0 && self.limit(coming).is_some() {
+            return Ok(None);
+        }
         let output = Output::Sample(self.params.sample.clone());
-        Ok(match session.pending.is_empty() {
-            false => session.prefill_segment(max_rows, &output),
-            true => session.decode_segment(output),
+        Ok(match session.prompt_left() {
+            true => session.prefill_segment(max_rows, &output),
+            false => session.decode_segment(output),
         })
     }
 
     /// Takes a sampled token into the answer and decides whether it ends.
-    pub fn accept(&mut self, token: u32) {
+    pub fn accept(&mut self, sampled: Sampled) {
+        let token = sampled.id;
         self.ids.push(token);
-        self.finish = if self.params.stop_ids.contains(&token) {
-            Some(FinishReason::Stop)
-        } else if self.ids.len() >= self.params.max_tokens {
+        self.logprobs.extend(sampled.logprobs);
+        self.finish = match self.params.stop_ids.contains(&token) {
+            true => Some(FinishReason::Stop),
+            false => self.limit(self.ids.len()),
+        };
+    }
+
+    /// Why an answer of `tokens` tokens ends, if its last one is no stop.
+    fn limit(&self, tokens: usize) -> Option<FinishReason> {
+        if tokens >= self.params.max_tokens {
             Some(FinishReason::Length)
-        } else if self.prompt + self.ids.len() > self.context {
+        } else if self.prompt + tokens > self.context {
             // The last token has no place in the context: nothing can be sampled after it.
             Some(FinishReason::ContextFull)
         } else {
             None
-        };
+        }
     }
 
     /// Ends the answer, unless it has ended.
@@ -137,6 +163,11 @@ impl Generation {
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
+
+    /// The log-probabilities of each token so far, if they were asked for.
+    pub fn logprobs(&self) -> &[Logprobs] {
+        &self.logprobs
+    }
 }
 
 impl Engine {
@@ -147,7 +178,7 @@ impl Engine {
         params: GenerateParams,
     ) -> Result<Generation, EngineError> {
         self.usable(session)?;
-        params.sample.check().map_err(EngineError::Parameters)?;
+        params.sample.check(self.plan().vocab).map_err(EngineError::Parameters)?;
         if session.pending.is_empty() {
             return Err(EngineError::NothingToGenerate);
         }
@@ -161,6 +192,7 @@ impl Engine {
             prompt: session.tokens.len() + session.pending.len(),
             context: self.options().context,
             ids: Vec::new(),
+            logprobs: Vec::new(),
         })
     }
 
@@ -177,12 +209,37 @@ impl Engine {
         mut on_token: impl FnMut(u32) -> ControlFlow<()>,
     ) -> Result<Generated, EngineError> {
         let mut generation = self.start(session, params.clone())?;
-        while let Some(token) = generation.next(self, session, cancel)? {
-            if on_token(token).is_break() {
+        let mut flights = VecDeque::new();
+        let mut refused = None;
+        loop {
+            if cancel.is_cancelled() {
+                generation.cancel();
+            }
+            while refused.is_none() && flights.len() < self.depth() {
+                let Some(work) = generation.work(session, self.options().chunk)? else { break };
+                match self.submit(vec![work]) {
+                    Ok(flight) => flights.push_back(flight),
+                    Err(error) => refused = Some(error),
+                }
+            }
+            let Some(flight) = flights.pop_front() else { break };
+            let surplus = generation.finish.is_some();
+            let out = self.wait(flight, &mut [session])?;
+            if surplus {
+                self.undo(session)?;
+            } else if let Some(token) = generation.take(out)
+                && on_token(token).is_break()
+            {
                 generation.cancel();
             }
         }
-        let finish = generation.finish.unwrap_or(FinishReason::Cancelled);
-        Ok(Generated { ids: generation.ids, finish, timings: session.timings })
+        match (generation.finish, refused) {
+            (None, Some(error)) => Err(error),
+            _ => {
+                let Generation { ids, logprobs, finish, .. } = generation;
+                let finish = finish.unwrap_or(FinishReason::Cancelled);
+                Ok(Generated { ids, logprobs, finish, timings: session.timings })
+            }
+        }
     }
 }

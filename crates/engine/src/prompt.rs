@@ -25,7 +25,9 @@ impl Engine {
     /// but one are reused: the last one has to be computed for the token that follows it. A poisoned session
     /// starts anew, and its checkpoints are dropped, as what made it fail may be in them.
     pub fn stage(&mut self, session: &mut Session, tokens: &[u32]) -> Result<Reuse, EngineError> {
+        self.land_abandoned();
         self.owned(session)?;
+        self.settled(session)?;
         self.check_tokens(tokens)?;
         session.renew(next_epoch());
         if self.is_poisoned(session) {
@@ -92,7 +94,9 @@ impl Engine {
         cancel: &Cancel,
         mut progress: impl FnMut(usize, usize),
     ) -> Result<Vec<Score>, EngineError> {
+        self.land_abandoned();
         self.owned(session)?;
+        self.settled(session)?;
         self.check_tokens(tokens)?;
         session.renew(next_epoch());
         self.reset(session)?;

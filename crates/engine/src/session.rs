@@ -52,6 +52,10 @@ pub struct Session {
     pub(crate) last_sampled: Option<u32>,
     pub(crate) checkpoints: VecDeque<SessionSnapshot>,
     pub(crate) timings: Timings,
+    /// Steps of it that are in flight, in order.
+    pub(crate) flown: VecDeque<Flown>,
+    /// Whether its last step was a decode step.
+    pub(crate) decoded_last: bool,
     /// Changes with every prompt, so that a generation knows whether it is still about this one.
     pub(crate) epoch: u64,
 }
@@ -65,8 +69,30 @@ impl Session {
             last_sampled: None,
             checkpoints: VecDeque::new(),
             timings: Timings::default(),
+            flown: VecDeque::new(),
+            decoded_last: false,
             epoch,
         }
+    }
+
+    /// Tokens in the state when all steps in flight have landed.
+    pub(crate) fn coming(&self) -> usize {
+        self.tokens.len() + self.flown.iter().map(|f| f.rows).sum::<usize>()
+    }
+
+    /// Whether prompt tokens are left that no step has.
+    pub(crate) fn prompt_left(&self) -> bool {
+        self.pending.len() > self.flown_prompt()
+    }
+
+    /// Prompt tokens in flight.
+    fn flown_prompt(&self) -> usize {
+        self.flown.iter().filter(|f| !f.decode).map(|f| f.rows).sum()
+    }
+
+    /// Tokens that steps in flight will have sampled.
+    pub(crate) fn coming_samples(&self) -> usize {
+        self.flown.iter().filter(|f| f.samples).count()
     }
 
     /// Its slot.
@@ -97,37 +123,73 @@ impl Session {
     /// The next chunk of the prompt: at most `max_rows` tokens, fewer as the context grows. `last` is asked
     /// for if it is the last chunk. `None` if no prompt tokens are left.
     pub fn prefill_segment(&mut self, max_rows: usize, last: &Output) -> Option<Work<'_>> {
-        let rows = chunk_rows(self.tokens.len(), max_rows).min(self.pending.len());
-        let output = if rows == self.pending.len() { last.clone() } else { Output::None };
+        let left = self.pending.len() - self.flown_prompt();
+        let rows = chunk_rows(self.coming(), max_rows).min(left);
+        let output = if rows == left { last.clone() } else { Output::None };
         (rows > 0).then(|| self.chunk(rows, output))
     }
 
     /// The next `rows` prompt tokens with an output of its own.
     pub(crate) fn chunk(&mut self, rows: usize, output: Output) -> Work<'_> {
-        let input = Input::Tokens(self.pending[..rows].to_vec());
+        let from = self.flown_prompt();
+        let input = Input::Tokens(self.pending[from..from + rows].to_vec());
         Work { segment: Segment { slot: self.slot(), input, output }, rows, session: self }
     }
 
-    /// The token sampled last, to be decoded from. `None` if the last step sampled none: prompt tokens are
-    /// left, or logits are held.
+    /// The token sampled last, to be decoded from; it may still be in flight. `None` if the last step samples
+    /// none: prompt tokens are left, or logits are held.
     pub fn decode_segment(&mut self, output: Output) -> Option<Work<'_>> {
-        self.last_sampled?;
+        let samples = self.flown.back().map_or(self.last_sampled.is_some(), |f| f.samples);
         let segment = Segment { slot: self.slot(), input: Input::LastSampled, output };
-        Some(Work { segment, rows: 1, session: self })
+        samples.then_some(Work { segment, rows: 1, session: self })
     }
 
     /// Ends what was begun: prompt tokens left over, the sampled token, the times.
     pub(crate) fn renew(&mut self, epoch: u64) {
         self.pending.clear();
+        self.flown.clear();
         self.last_sampled = None;
         self.timings = Timings::default();
         self.epoch = epoch;
     }
+
+    /// Records that the device has computed a step.
+    pub(crate) fn land(&mut self, flown: Flown, sampled: Option<u32>, seconds: f64) {
+        if flown.decode {
+            self.tokens.extend(self.last_sampled);
+            self.timings.decode_tokens += 1;
+            self.timings.decode_seconds += seconds;
+        } else {
+            self.tokens.extend(self.pending.drain(..flown.rows));
+            self.timings.prefill_tokens += flown.rows as u64;
+            self.timings.prefill_seconds += seconds;
+        }
+        self.last_sampled = sampled;
+        self.decoded_last = flown.decode;
+    }
+
+    /// Records that the last step, a decode step, was taken back. The time that it took stays.
+    pub(crate) fn take_back(&mut self) {
+        self.last_sampled = self.tokens.pop();
+        self.timings.decode_tokens = self.timings.decode_tokens.saturating_sub(1);
+        self.decoded_last = false;
+    }
 }
 
-/// A session's part of a step, for [`Engine::step`](crate::Engine::step).
+/// A step in flight, of one session.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Flown {
+    /// Tokens it computes.
+    pub rows: usize,
+    /// Whether it decodes from the token sampled last; else its tokens are the next of the prompt.
+    pub decode: bool,
+    /// Whether it samples a token.
+    pub samples: bool,
+}
+
+/// A session's part of a step, for [`Engine::step`](crate::Engine::step) or [`Engine::submit`](crate::Engine::submit).
 #[derive(Debug)]
-#[must_use = "it does nothing until it is given to Engine::step"]
+#[must_use = "it does nothing until it is given to the engine"]
 pub struct Work<'s> {
     pub(crate) session: &'s mut Session,
     pub(crate) segment: Segment,
@@ -138,23 +200,5 @@ impl Work<'_> {
     /// Tokens it computes: its share of the rows of a step.
     pub fn rows(&self) -> usize {
         self.rows
-    }
-
-    /// Records that the device has computed it.
-    pub(crate) fn done(self, sampled: Option<u32>, seconds: f64) {
-        let Session { tokens, pending, last_sampled, timings, .. } = self.session;
-        match self.segment.input {
-            Input::Tokens(_) => {
-                tokens.extend(pending.drain(..self.rows));
-                timings.prefill_tokens += self.rows as u64;
-                timings.prefill_seconds += seconds;
-            }
-            Input::LastSampled => {
-                tokens.extend(*last_sampled);
-                timings.decode_tokens += 1;
-                timings.decode_seconds += seconds;
-            }
-        }
-        *last_sampled = sampled;
     }
 }

@@ -1,8 +1,10 @@
 //! Copies of a session's state away from the device.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use lily_device::{Output, Snapshot};
+use lily_device::{Output, Plan, Snapshot};
+use lily_ops::plan::PAGE_TOKENS;
 
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -14,6 +16,55 @@ pub const MAX_CHECKPOINTS: usize = 4;
 /// Bytes that the checkpoints of one session may take in host memory.
 pub const MAX_CHECKPOINT_BYTES: usize = 512 << 20;
 
+/// Bytes of a snapshot of `tokens` tokens of a plan: state and cache, and the tokens themselves.
+pub fn snapshot_bytes(plan: &Plan, tokens: usize) -> u64 {
+    let state = &plan.state;
+    let per_token = state.page_bytes() / PAGE_TOKENS + size_of::<u32>();
+    let fixed = (state.recurrent_bytes() + state.conv_bytes()) as u64;
+    fixed.saturating_add((tokens as u64).saturating_mul(per_token as u64))
+}
+
+/// Host memory for the snapshots of an engine: what is set aside, and what is in use.
+#[derive(Debug)]
+pub(crate) struct HostMemory {
+    used: AtomicU64,
+    cap: u64,
+}
+
+impl HostMemory {
+    pub fn new(cap: u64) -> Self {
+        Self { used: AtomicU64::new(0), cap }
+    }
+
+    /// Takes `bytes` until what is returned is dropped.
+    fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Reserved, EngineError> {
+        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= self.cap);
+        match self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits) {
+            Ok(_) => Ok(Reserved { memory: Arc::clone(self), bytes }),
+            Err(used) => Err(EngineError::SnapshotMemory { need: bytes, used, cap: self.cap }),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Reserved {
+    memory: Arc<HostMemory>,
+    bytes: u64,
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        self.memory.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// A snapshot and the memory that it is counted in.
+#[derive(Debug)]
+struct Kept {
+    snapshot: Snapshot,
+    reserved: Reserved,
+}
+
 /// A session at one moment, in host memory: cheap to clone, exact, restorable into any session of an engine
 /// with the same plan. A generation that was running continues in the restored session.
 #[derive(Clone, Debug)]
@@ -23,7 +74,7 @@ pub struct SessionSnapshot {
     last_sampled: Option<u32>,
     timings: Timings,
     epoch: u64,
-    state: Arc<Snapshot>,
+    state: Arc<Kept>,
 }
 
 impl SessionSnapshot {
@@ -34,19 +85,31 @@ impl SessionSnapshot {
 
     /// The device state.
     pub fn state(&self) -> &Snapshot {
-        &self.state
+        &self.state.snapshot
     }
 
-    /// Bytes it takes.
-    pub fn bytes(&self) -> usize {
-        self.state.bytes() + (self.tokens.len() + self.pending.len()) * size_of::<u32>()
+    /// Bytes it takes of those set aside for snapshots; its clones share them.
+    pub fn bytes(&self) -> u64 {
+        self.state.reserved.bytes
     }
 }
 
 impl Engine {
+    /// Bytes of host memory that snapshots and checkpoints take at present.
+    pub fn snapshot_bytes_used(&self) -> u64 {
+        self.host_memory.used.load(Ordering::Relaxed)
+    }
+
     /// Copies a session.
+    ///
+    /// # Errors
+    /// [`SnapshotMemory`](EngineError::SnapshotMemory) if it does not fit into
+    /// [`EngineOptions::snapshot_bytes`](crate::EngineOptions::snapshot_bytes) beside those that are alive.
     pub fn snapshot(&mut self, session: &Session) -> Result<SessionSnapshot, EngineError> {
         self.usable(session)?;
+        let pending = session.pending.len() as u64 * size_of::<u32>() as u64;
+        let bytes = snapshot_bytes(self.plan(), session.tokens.len()) + pending;
+        let reserved = self.host_memory.reserve(bytes)?;
         let state = self.program.snapshot(session.slot());
         let state = self.note(session, state)?;
         Ok(SessionSnapshot {
@@ -55,7 +118,7 @@ impl Engine {
             last_sampled: session.last_sampled,
             timings: session.timings,
             epoch: session.epoch,
-            state: Arc::new(state),
+            state: Arc::new(Kept { snapshot: state, reserved }),
         })
     }
 
@@ -65,8 +128,10 @@ impl Engine {
         session: &mut Session,
         snapshot: &SessionSnapshot,
     ) -> Result<(), EngineError> {
+        self.land_abandoned();
         self.owned(session)?;
-        let (position, tokens) = (snapshot.state.position, snapshot.tokens.len());
+        self.settled(session)?;
+        let (position, tokens) = (snapshot.state().position, snapshot.tokens.len());
         if position != tokens {
             return Err(EngineError::SnapshotMismatch { position, tokens });
         }
@@ -75,11 +140,13 @@ impl Engine {
         if staged > context {
             return Err(EngineError::PromptTooLong { tokens: staged, context });
         }
-        let result = self.program.restore(session.slot(), &snapshot.state);
+        let result = self.program.restore(session.slot(), snapshot.state());
         self.note(session, result)?;
         self.healed(session);
         session.tokens = snapshot.tokens.to_vec();
         session.pending = snapshot.pending.to_vec();
+        session.flown.clear();
+        session.decoded_last = false;
         session.last_sampled = snapshot.last_sampled;
         session.timings = snapshot.timings;
         session.epoch = snapshot.epoch;
@@ -95,7 +162,7 @@ impl Engine {
 
     /// Keeps a copy of the state, so that a later prompt with the same beginning can start from it. Pending
     /// prompt tokens but the last are computed first. Tells whether it is kept: one larger than
-    /// [`MAX_CHECKPOINT_BYTES`] is not.
+    /// [`MAX_CHECKPOINT_BYTES`], or than what the snapshots of other sessions leave, is not.
     pub fn checkpoint(&mut self, session: &mut Session) -> Result<bool, EngineError> {
         self.usable(session)?;
         while session.pending.len() > 1 {
@@ -103,19 +170,32 @@ impl Engine {
             let work = session.prefill_segment(rows.min(self.options().chunk), &Output::None);
             self.step(work.into_iter().collect())?;
         }
-        let snapshot = self.snapshot(session)?;
-        let kept = &mut session.checkpoints;
-        kept.retain(|c| c.tokens != snapshot.tokens);
-        if snapshot.bytes() > MAX_CHECKPOINT_BYTES {
+        session.checkpoints.retain(|c| c.tokens[..] != session.tokens[..]);
+        let bytes = snapshot_bytes(self.plan(), session.tokens.len());
+        let most = (MAX_CHECKPOINT_BYTES as u64).min(self.options().snapshot_bytes);
+        if bytes > most {
             return Ok(false);
         }
-        kept.push_back(snapshot);
-        while kept.len() > MAX_CHECKPOINTS
-            || kept.iter().map(SessionSnapshot::bytes).sum::<usize>() > MAX_CHECKPOINT_BYTES
-        {
-            kept.pop_front();
+        let taken = |session: &Session| -> u64 {
+            session.checkpoints.iter().map(SessionSnapshot::bytes).sum()
+        };
+        while session.checkpoints.len() >= MAX_CHECKPOINTS || taken(session) + bytes > most {
+            session.checkpoints.pop_front();
         }
-        Ok(true)
+        loop {
+            match self.snapshot(session) {
+                Ok(snapshot) => {
+                    session.checkpoints.push_back(snapshot);
+                    return Ok(true);
+                }
+                Err(EngineError::SnapshotMemory { .. }) => {
+                    if session.checkpoints.pop_front().is_none() {
+                        return Ok(false);
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Restores the state of a checkpoint, and only the state: the prompt is a new one.

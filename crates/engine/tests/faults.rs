@@ -277,7 +277,7 @@ fn a_failing_segment_poisons_its_session_alone() {
     let out = engine.step(work.into()).unwrap();
     assert!(matches!(&out[0], SegmentOut::Failed(reason) if reason.contains("layer 5")));
     let first = oracle::answer(&prompt(5), 0, 1)[0];
-    assert_eq!(out[1], SegmentOut::Sampled(first));
+    assert_eq!(out[1], SegmentOut::Sampled(first.into()));
     assert!(matches!(engine.snapshot(&a), Err(EngineError::Poisoned { slot: 0, .. })));
     assert_eq!((a.tokens().len(), b.tokens().len()), (0, 5));
     check_answer(&mut engine, &mut a, &prompt(5), "the one that failed");

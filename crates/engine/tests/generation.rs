@@ -42,7 +42,7 @@ fn the_last_chunk_waits_for_the_answer() {
 #[test]
 fn long_contexts_get_smaller_chunks() {
     let device = FakeDevice::default();
-    let options = EngineOptions { context: 34_000, slots: 1, chunk: 512 };
+    let options = EngineOptions::new(34_000, 1, 512);
     let mut engine = device.engine(options);
     let mut session = engine.open_session().unwrap();
     let got = answer(&mut engine, &mut session, &prompt(33_500), 4).unwrap();
@@ -227,7 +227,7 @@ fn scores_do_not_depend_on_the_chunks() {
 #[test]
 fn a_scheduler_mixes_prefill_and_decode_in_one_step() {
     let device = FakeDevice::default();
-    let mut engine = device.engine(EngineOptions { slots: 3, chunk: 16, context: 512 });
+    let mut engine = device.engine(EngineOptions::new(512, 3, 16));
     let prompts = [prompt(3), prompt(21), prompt(40)];
     let mut all: Vec<(Session, Generation)> = Vec::new();
     for p in &prompts {
@@ -274,11 +274,11 @@ fn held_logits_are_sampled_later() {
     let work = session.prefill_segment(16, &Output::Hold).unwrap();
     assert_eq!(engine.step(vec![work]).unwrap(), [SegmentOut::None]);
     assert!(session.decode_segment(Output::Hold).is_none());
-    let mut ids = vec![engine.sample_held(&mut session, &SampleParams::GREEDY).unwrap()];
+    let mut ids = vec![engine.sample_held(&mut session, &SampleParams::GREEDY).unwrap().id];
     for _ in 0..3 {
         let work = session.decode_segment(Output::Hold).unwrap();
         engine.step(vec![work]).unwrap();
-        ids.push(engine.sample_held(&mut session, &SampleParams::GREEDY).unwrap());
+        ids.push(engine.sample_held(&mut session, &SampleParams::GREEDY).unwrap().id);
     }
     assert_eq!(ids, oracle::answer(&tokens, 0, 4));
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use lily_device::Fault;
+use lily_device::{Call, Fault};
 use lily_engine::*;
 
 /// xorshift64.
@@ -48,9 +48,17 @@ fn run(seed: u64) -> usize {
             (random.below(400) as u64, fault)
         })
         .collect();
-    let device = failing(&faults);
+    // Every other run keeps two steps in flight, and waiting and taking back fail too.
+    let overlaps = seed % 2 == 1;
+    let mut schedule = Vec::new();
+    for (call, most) in [(Call::Wait, 400), (Call::Undo, 30)] {
+        let fault = if random.below(2) == 0 { Fault::Refuse } else { Fault::Fail };
+        schedule.push((call, random.below(most) as u64, fault));
+    }
+    let device = FakeDevice { faults, schedule, overlaps, ..FakeDevice::default() };
     let chunk = 1 + random.below(40);
-    let mut engine = device.engine(EngineOptions { context: 200, slots: 3, chunk });
+    let mut engine =
+        device.engine(EngineOptions { context: 200, slots: 3, chunk, undo: overlaps, ..OPTIONS });
     let mut sessions: Vec<Session> = (0..3).map(|_| engine.open_session().unwrap()).collect();
     let mut saved: Vec<SessionSnapshot> = Vec::new();
     let calm = Cancel::new();
@@ -94,8 +102,16 @@ fn run(seed: u64) -> usize {
                 let tokens =
                     if random.below(2) == 0 && longer.len() < 180 { longer } else { tokens };
                 let count = 1 + random.below(12);
-                if let Some(got) = expected(answer(&mut engine, session, &tokens, count)) {
-                    assert_eq!(got.ids, oracle::answer(&tokens, 0, count), "seed {seed}");
+                let mut want = oracle::answer(&tokens, 0, count);
+                let mut p = params(count);
+                if random.below(2) == 0 {
+                    let stop = want[random.below(count)];
+                    p.stop_ids.push(stop);
+                    let end = want.iter().position(|id| *id == stop).unwrap_or(0);
+                    want.truncate(end + 1);
+                }
+                if let Some(got) = expected(answer_with(&mut engine, session, &tokens, &p)) {
+                    assert_eq!(got.ids, want, "seed {seed}");
                     compared += 1;
                 }
             }

@@ -146,7 +146,7 @@ fn a_restored_session_is_what_it_was() {
     let mut session = engine.open_session().unwrap();
     sync(&mut engine, &mut session, &prompt(40));
     let snapshot = engine.snapshot(&session).unwrap();
-    assert!(snapshot.bytes() > 40 && snapshot.state().position == snapshot.tokens().len());
+    assert!(snapshot.bytes() >= 160 && snapshot.state().position == snapshot.tokens().len());
     for other in [prompt(3), prompt(300)] {
         answer(&mut engine, &mut session, &other, 7).unwrap();
         engine.restore(&mut session, &snapshot).unwrap();
@@ -263,10 +263,12 @@ fn what_does_not_fit_is_refused_before_it_is_prepared() {
         cols: 64,
     });
     let plan = Arc::new(plan);
-    let new = |total: u64, available: u64| {
+    let with = |options: EngineOptions, total: u64, available: u64| {
         let machine = Machine { total: Some(total), available: Some(available) };
-        Engine::on_machine(&device, Arc::clone(&plan), vec![], OPTIONS, &machine)
+        Engine::on_machine(&device, Arc::clone(&plan), vec![], options, &machine)
     };
+    let options = EngineOptions { snapshot_bytes: 0, ..OPTIONS };
+    let new = |total, available| with(options, total, available);
     // 2 · 2^20 rows of 32 bytes of codes, 2 of scales and 2 of biases.
     let weights = 72 << 20;
     let engine = new(6 * G + weights, 6 * G).unwrap();
@@ -278,6 +280,91 @@ fn what_does_not_fit_is_refused_before_it_is_prepared() {
             assert!(text.contains(part), "{part} in {text}");
         }
     }
+    // Snapshots and logits count too.
+    for more in [
+        EngineOptions { snapshot_bytes: 4 * VOCAB as u64, ..options },
+        EngineOptions { logit_rows: 1, ..options },
+    ] {
+        let all = 6 * G + 4 * VOCAB as u64;
+        assert_eq!(with(more, 100 * G, all).unwrap().budget().anonymous(), all);
+        assert!(with(more, 100 * G, all - 1).is_err());
+    }
+}
+
+#[test]
+fn snapshots_of_all_sessions_share_their_memory() {
+    // The fake model's snapshots are counted by their tokens.
+    assert_eq!(snapshot_bytes(&plan(), 100), 400);
+    let options = EngineOptions { snapshot_bytes: 1000, ..OPTIONS };
+    let mut engine = FakeDevice::default().engine(options);
+    let mut one = engine.open_session().unwrap();
+    let mut two = engine.open_session().unwrap();
+    sync(&mut engine, &mut one, &prompt(161));
+    sync(&mut engine, &mut two, &prompt(81));
+    // 161 tokens in chunks of 16 leave one token pending.
+    let first = engine.snapshot(&one).unwrap();
+    assert_eq!((first.bytes(), engine.snapshot_bytes_used()), (644, 644));
+    let error = engine.snapshot(&one).unwrap_err();
+    assert!(
+        matches!(error, EngineError::SnapshotMemory { need: 644, used: 644, cap: 1000 }),
+        "{error}"
+    );
+    assert!(engine.checkpoint(&mut two).unwrap());
+    assert_eq!(engine.snapshot_bytes_used(), 644 + 324);
+    // A checkpoint makes room for the next one of its session, never for another's.
+    sync(&mut engine, &mut two, &prompt(85));
+    assert!(engine.checkpoint(&mut two).unwrap());
+    assert_eq!(engine.snapshot_bytes_used(), 644 + 340);
+    assert!(!engine.checkpoint(&mut one).unwrap());
+    // Clones share their bytes; the last one gives them back.
+    let clone = first.clone();
+    drop(first);
+    assert!(!engine.checkpoint(&mut one).unwrap());
+    drop(clone);
+    assert!(engine.checkpoint(&mut one).unwrap());
+    engine.close(one).unwrap();
+    assert_eq!(engine.snapshot_bytes_used(), 340);
+    engine.close(two).unwrap();
+    assert_eq!(engine.snapshot_bytes_used(), 0);
+}
+
+#[test]
+fn logits_need_memory_set_aside() {
+    let output = Output::Logits;
+    let mut engine = FakeDevice::default().engine(EngineOptions { logit_rows: 3, ..OPTIONS });
+    let mut session = engine.open_session().unwrap();
+    engine.stage(&mut session, &prompt(7)).unwrap();
+    let work = session.prefill_segment(16, &output).unwrap();
+    let error = engine.step(vec![work]).unwrap_err();
+    assert!(matches!(error, EngineError::LogitRows { rows: 7, most: 3 }), "{error}");
+    assert_eq!(session.pending().len(), 7);
+    for rows in [3, 3, 1] {
+        let work = session.prefill_segment(rows, &output).unwrap();
+        engine.step(vec![work]).unwrap();
+    }
+    assert_eq!(session.tokens(), prompt(7));
+}
+
+#[test]
+fn fewer_pages_than_sessions_could_fill() {
+    let options = EngineOptions { pages: Some(5), ..OPTIONS };
+    assert_eq!(options.limits().pages, 5);
+    let mut engine = FakeDevice::default().engine(options);
+    assert_eq!(engine.free_pages(), 5);
+    let mut one = engine.open_session().unwrap();
+    let mut two = engine.open_session().unwrap();
+    answer(&mut engine, &mut one, &prompt(600), 1).unwrap();
+    let error = answer(&mut engine, &mut two, &prompt(600), 1).unwrap_err();
+    assert!(matches!(error, EngineError::OutOfPages { need: 1, free: 0 }), "{error}");
+    engine.close(one).unwrap();
+    let got = answer(&mut engine, &mut two, &prompt(600), 3).unwrap();
+    assert_eq!(got.ids, oracle::answer(&prompt(600), 0, 3));
+    // One session alone must never run out.
+    let options = EngineOptions { pages: Some(3), ..OPTIONS };
+    let error =
+        Engine::on_machine(&FakeDevice::default(), plan(), Vec::new(), options, &Machine::UNKNOWN);
+    let error = error.unwrap_err();
+    assert!(matches!(error, EngineError::TooFewPages { pages: 3, need: 4, .. }), "{error}");
 }
 
 #[test]
@@ -292,6 +379,6 @@ fn options_are_checked() {
         assert!(error.to_string().contains(name), "{error}");
     }
     // A decode step of all slots fits even where chunks are small.
-    assert_eq!(EngineOptions { context: 100, slots: 8, chunk: 4 }.limits().rows, 8);
-    assert_eq!(EngineOptions { context: 100, slots: 1, chunk: 512 }.limits().rows, 100);
+    assert_eq!(EngineOptions::new(100, 8, 4).limits().rows, 8);
+    assert_eq!(EngineOptions::new(100, 1, 512).limits().rows, 100);
 }

@@ -15,8 +15,14 @@ float4 load4(const DEVICE float *p);
 float4 load4(const TG float *p);
 uint2 load2(const DEVICE uint *p);
 void store4(DEVICE float *p, float a, float b, float c, float d);
+uint4 load4(const TG uint *p);
+void store4(DEVICE uint *p, uint a, uint b, uint c, uint d);
+void store4(TG uint *p, uint a, uint b, uint c, uint d);
 void store2(DEVICE uint *p, uint a, uint b);
 uint pack2(float lo, float hi);
+uint4 load4(const TG uint *p);
+void store4(TG uint *p, uint a, uint b, uint c, uint d);
+uint tg_add(TG uint *p, uint x);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name
 #define ARGS(i, T, name) __constant T &name
@@ -44,3 +50,4 @@ template <class T> void simdgroup_load(THREAD simdgroup_matrix8<T> &, const TG T
 template <class T> void simdgroup_store(const THREAD simdgroup_matrix8<T> &, DEVICE T *, uint);
 template <class T> void simdgroup_store(const THREAD simdgroup_matrix8<T> &, TG T *, uint);
 template <class A, class B> void simdgroup_multiply_accumulate(THREAD mat8f &, const THREAD simdgroup_matrix8<A> &, const THREAD simdgroup_matrix8<B> &, const THREAD mat8f &);
+template <class T> void simdgroup_load_transposed(THREAD simdgroup_matrix8<T> &, const TG T *, uint);

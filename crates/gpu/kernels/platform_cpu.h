@@ -34,8 +34,11 @@ inline uint4 load4(const uint *p) { return {p[0], p[1], p[2], p[3]}; }
 inline float4 load4(const float *p) { return {p[0], p[1], p[2], p[3]}; }
 inline uint2 load2(const uint *p) { return {p[0], p[1]}; }
 inline void store4(float *p, float a, float b, float c, float d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
+inline void store4(uint *p, uint a, uint b, uint c, uint d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
 inline void store2(uint *p, uint a, uint b) { p[0] = a; p[1] = b; }
 inline uint pack2(float lo, float hi) { return uint(to_bf16(lo).u) | uint(to_bf16(hi).u) << 16; }
+inline void store4(uint *p, uint a, uint b, uint c, uint d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
+inline uint tg_add(uint *p, uint x) { return __atomic_fetch_add(p, x, __ATOMIC_RELAXED); }
 #define IN(i, T, name)   const T *name
 #define OUT(i, T, name)  T *name
 #define ARGS(i, T, name) const T &name
@@ -75,6 +78,7 @@ FN float sm_f(float x) { return x; }
 FN float sm_f(bf16 x) { return f32(x); }
 template <class T> FN void simdgroup_load(emu_mat8<T> &m, const T *p, uint stride) { uint l = emu::lane(), o = sm_row(l) * stride + sm_col(l); m.e[0] = p[o]; m.e[1] = p[o + 1]; }
 template <class T> FN void simdgroup_store(const emu_mat8<T> &m, T *p, uint stride) { uint l = emu::lane(), o = sm_row(l) * stride + sm_col(l); p[o] = m.e[0]; p[o + 1] = m.e[1]; }
+template <class T> FN void simdgroup_load_transposed(emu_mat8<T> &m, const T *p, uint stride) { uint l = emu::lane(), o = sm_col(l) * stride + sm_row(l); m.e[0] = p[o]; m.e[1] = p[o + stride]; }
 template <class A, class B> FN void emu_mma(mat8f &d, const emu_mat8<A> &a, const emu_mat8<B> &b, const mat8f &c, const char *f, int ln) {
   const float x[6] = {sm_f(a.e[0]), sm_f(a.e[1]), sm_f(b.e[0]), sm_f(b.e[1]), c.e[0], c.e[1]};
   emu::mma8(x, d.e, f, ln);

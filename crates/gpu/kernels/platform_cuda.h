@@ -30,8 +30,11 @@ FN uint4 load4(const uint *p) { return *(const uint4 *)p; }
 FN float4 load4(const float *p) { return *(const float4 *)p; }
 FN uint2 load2(const uint *p) { return *(const uint2 *)p; }
 FN void store4(float *p, float a, float b, float c, float d) { *(float4 *)p = make_float4(a, b, c, d); }
+FN void store4(uint *p, uint a, uint b, uint c, uint d) { *(uint4 *)p = make_uint4(a, b, c, d); }
 FN void store2(uint *p, uint a, uint b) { *(uint2 *)p = make_uint2(a, b); }
 FN uint pack2(float lo, float hi) { uint r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+FN void store4(uint *p, uint a, uint b, uint c, uint d) { *(uint4 *)p = make_uint4(a, b, c, d); }
+FN uint tg_add(uint *p, uint x) { return atomicAdd(p, x); } // what was there before
 FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
 FN float clamp(float x, float lo, float hi) { return fminf(fmaxf(x, lo), hi); }
 #define tg_barrier() __syncthreads()
@@ -66,6 +69,11 @@ template <class T, class P> FN void simdgroup_store(const simdgroup_matrix8<T> &
   const uint r = sm_row(k_lane), c = sm_col(k_lane);
   p[r * stride + c] = m.e[0];
   p[r * stride + c + 1] = m.e[1];
+}
+template <class T, class P> FN void simdgroup_load_transposed(simdgroup_matrix8<T> &m, const P *p, uint stride) {
+  const uint r = sm_row(k_lane), c = sm_col(k_lane);
+  m.e[0] = p[c * stride + r];
+  m.e[1] = p[(c + 1) * stride + r];
 }
 FN float sm_f(float x) { return x; }
 FN float sm_f(bf16 x) { return f32(x); }

@@ -30,11 +30,18 @@ FN float4 load4(device const float *p) { return *(device const float4 *)p; }
 FN float4 load4(threadgroup const float *p) { return *(threadgroup const float4 *)p; }
 FN uint2 load2(device const uint *p) { return *(device const uint2 *)p; }
 FN void store4(device float *p, float a, float b, float c, float d) { *(device float4 *)p = float4(a, b, c, d); }
+FN uint4 load4(threadgroup const uint *p) { return *(threadgroup const uint4 *)p; }
+FN void store4(device uint *p, uint a, uint b, uint c, uint d) { *(device uint4 *)p = uint4(a, b, c, d); }
+FN void store4(threadgroup uint *p, uint a, uint b, uint c, uint d) { *(threadgroup uint4 *)p = uint4(a, b, c, d); }
 FN void store2(device uint *p, uint a, uint b) { *(device uint2 *)p = uint2(a, b); }
 FN uint pack2(float lo, float hi) { return as_type<uint>(bfloat2(bfloat(lo), bfloat(hi))); }
+FN uint4 load4(threadgroup const uint *p) { return *(threadgroup const uint4 *)p; }
+FN void store4(threadgroup uint *p, uint a, uint b, uint c, uint d) { *(threadgroup uint4 *)p = uint4(a, b, c, d); }
+FN uint tg_add(threadgroup uint *p, uint x) { return atomic_fetch_add_explicit((threadgroup atomic_uint *)p, x, memory_order_relaxed); }
 FN uint simd_exclusive_sum(uint x) { return simd_prefix_exclusive_sum(x); }
 #define tg_barrier() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define simd_fence() simdgroup_barrier(mem_flags::mem_threadgroup)
 typedef simdgroup_float8x8 mat8f;
 typedef simdgroup_matrix<bfloat, 8, 8> mat8b;
 FN mat8f mat8f_fill(float v) { return make_filled_simdgroup_matrix<float, 8, 8>(v); }
+FN void simdgroup_load_transposed(thread mat8b &m, threadgroup const bfloat *p, uint stride) { simdgroup_load(m, p, stride, ulong2(0), true); }

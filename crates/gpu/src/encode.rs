@@ -1,9 +1,11 @@
 //! One operation of a plan to dispatches: the unfused form of each.
 
-use lily_ops::{Op, Plan, ValueId, WeightId};
+use lily_ops::{Op, Plan, ValueId, WeightId, ops};
 
 use crate::kernels::common::{Context, DeviceWeight};
-use crate::kernels::delta;
+use crate::kernels::gemv::{self, Epilogue, GemvInput, GemvOutput};
+use crate::kernels::route::Routes;
+use crate::kernels::{delta, elementwise, gemm, moe, route};
 use crate::list::{Operand, Recorder};
 use crate::scratch::Scratch;
 
@@ -18,6 +20,9 @@ pub struct Bound<'a> {
     pub weights: &'a [DeviceWeight],
     /// Work space for what is no value of the plan.
     pub scratch: &'a mut Scratch,
+    /// Tables of the expert ids that were sorted so far: the experts' in- and out-projections share them. Tables that the
+    /// host makes are put here before.
+    pub routes: Vec<(ValueId, Routes)>,
 }
 
 impl Bound<'_> {
@@ -34,6 +39,27 @@ impl Bound<'_> {
     /// Elements a row of a value.
     pub fn width(&self, id: ValueId) -> u32 {
         self.plan.value(id).width as u32
+    }
+
+    /// The tables of `ids`, for more than a few rows; records their sort if nothing did so before.
+    fn routes(
+        &mut self,
+        r: &mut Recorder,
+        c: &Context,
+        ids: ValueId,
+        experts: u32,
+    ) -> Option<Routes> {
+        let rows = self.rows(c, ids);
+        if moe::few(rows) {
+            return None;
+        }
+        if let Some((_, routes)) = self.routes.iter().find(|(id, _)| *id == ids) {
+            return Some(*routes);
+        }
+        let entries = rows * self.width(ids);
+        let routes = route::route(r, c, self.scratch, self.value(ids), entries, experts);
+        self.routes.push((ids, routes));
+        Some(routes)
     }
 
     /// Rows of a value in the step.
@@ -68,7 +94,116 @@ pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), S
             let [y, z, out] = [op.y, op.z, op.out].map(|v| b.value(v));
             delta::gated_rms_norm(r, c, y, z, b.weight(op.weight), op.eps, out);
         }
+        Op::Embed(op) => {
+            let table = b.weight(op.table);
+            elementwise::supports(table)?;
+            elementwise::embed(r, c, table, b.value(op.out));
+        }
+        Op::RmsNorm(op) => {
+            let (x, out, rows) = (b.value(op.x), b.value(op.out), b.rows(c, op.x));
+            elementwise::rms_norm(r, c, x, b.weight(op.weight), op.eps, out, rows);
+        }
+        Op::Linear(op) if b.rows(c, op.x) <= gemv::MAX_ROWS => {
+            let (weight, rows) = (b.weight(op.weight), b.rows(c, op.x));
+            elementwise::supports(weight)?;
+            let input = GemvInput { x: b.value(op.x), norm: None, rows };
+            let out = GemvOutput { weight, out: b.value(op.out), epilogue: Epilogue::Store };
+            gemv::gemv(r, c, input, &[out]);
+        }
+        Op::SwiGlu(op) => {
+            elementwise::swiglu(r, c, b.value(op.gate), b.value(op.up), b.value(op.out));
+        }
+        Op::Add(op) => elementwise::add(r, c, b.value(op.a), b.value(op.b), b.value(op.out)),
+        Op::AttentionGate(op) => {
+            elementwise::attention_gate(r, c, b.value(op.x), b.value(op.qg), b.value(op.out));
+        }
+        Op::GatherRows(op) => {
+            elementwise::gather_rows(r, c, b.value(op.x), b.value(op.out), b.width(op.x));
+        }
+        Op::Linear(op) => linear(r, c, b, op)?,
+        Op::Router(op) => router(r, c, b, op)?,
+        Op::ExpertsIn(op) => experts_in(r, c, b, op)?,
+        Op::ExpertsOut(op) => experts_out(r, c, b, op)?,
+        Op::MoeCombine(op) => combine(r, c, b, op),
         op => return Err(format!("{} has no kernel", op.name())),
     }
     Ok(())
+}
+
+fn linear(r: &mut Recorder, c: &Context, b: &mut Bound, op: &ops::Linear) -> Result<(), String> {
+    gemm::supports(b.width(op.x))?;
+    let weight = &b.weights[op.weight.0 as usize];
+    let product = gemm::Product {
+        x: b.value(op.x),
+        rows: b.rows(c, op.x),
+        weight,
+        out: b.value(op.out),
+        epilogue: gemm::Epilogue::Store,
+    };
+    gemm::dense(r, c, b.scratch, &product);
+    Ok(())
+}
+
+fn router(r: &mut Recorder, c: &Context, b: &mut Bound, op: &ops::Router) -> Result<(), String> {
+    let (experts, k) = (b.width(op.logits), op.k as u32);
+    route::supports(experts, k)?;
+    let selection = route::Selection {
+        logits: b.value(op.logits),
+        rows: b.rows(c, op.logits),
+        experts,
+        k,
+        ids: b.value(op.ids),
+        weights: b.value(op.weights),
+    };
+    route::router(r, c, &selection);
+    Ok(())
+}
+
+fn experts_in(
+    r: &mut Recorder,
+    c: &Context,
+    b: &mut Bound,
+    op: &ops::ExpertsIn,
+) -> Result<(), String> {
+    let (gate, up) = (&b.weights[op.gate.0 as usize], &b.weights[op.up.0 as usize]);
+    gemm::supports(gate.matrix.cols)?;
+    route::supports(gate.matrices, b.width(op.ids))?;
+    let routes = b.routes(r, c, op.ids, gate.matrices);
+    let (rows, k) = (b.rows(c, op.ids), b.width(op.ids));
+    let (x, ids, out) = (b.value(op.x), b.value(op.ids), b.value(op.out));
+    let experts = moe::ExpertsIn { x, ids, rows, k, gate, up, out };
+    moe::experts_in(r, c, b.scratch, routes.as_ref(), &experts);
+    Ok(())
+}
+
+fn experts_out(
+    r: &mut Recorder,
+    c: &Context,
+    b: &mut Bound,
+    op: &ops::ExpertsOut,
+) -> Result<(), String> {
+    let down = &b.weights[op.down.0 as usize];
+    gemm::supports(down.matrix.cols)?;
+    route::supports(down.matrices, b.width(op.ids))?;
+    let routes = b.routes(r, c, op.ids, down.matrices);
+    let (rows, k) = (b.rows(c, op.ids), b.width(op.ids));
+    let (x, ids, out) = (b.value(op.x), b.value(op.ids), b.value(op.out));
+    let experts = moe::ExpertsOut { x, ids, rows, k, down, out };
+    moe::experts_out(r, c, b.scratch, routes.as_ref(), &experts);
+    Ok(())
+}
+
+fn combine(r: &mut Recorder, c: &Context, b: &mut Bound, op: &ops::MoeCombine) {
+    let combine = moe::Combine {
+        residual: b.value(op.residual),
+        routed: b.value(op.routed),
+        weights: b.value(op.weights),
+        shared: b.value(op.shared),
+        shared_gate: b.value(op.shared_gate),
+        out: b.value(op.out),
+        rows: b.rows(c, op.residual),
+        k: b.width(op.weights),
+        width: b.width(op.residual),
+    };
+    moe::combine(r, c, &combine);
 }

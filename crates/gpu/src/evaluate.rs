@@ -53,6 +53,7 @@ pub fn evaluate(
         rows: case.tokens.len().max(1),
         outputs: case.output_rows.len().max(1),
         pages: pages_each * case.slots.len().max(1),
+        undo: false,
     };
     let memory = Memory::new(driver, plan, &limits, 1, 0)?;
     let tables = &memory.tables[0];
@@ -92,7 +93,13 @@ pub fn evaluate(
     let context = Context { profile: &profile, tuning, shape: &shape, step, tables };
     let mut recorder = Recorder { op: case.op().name(), ..Recorder::default() };
     let mut scratch = Scratch::default();
-    let mut bound = Bound { plan, values: &values, weights: &weights, scratch: &mut scratch };
+    let mut bound = Bound {
+        plan,
+        values: &values,
+        weights: &weights,
+        scratch: &mut scratch,
+        routes: Vec::new(),
+    };
     encode::op(&mut recorder, &context, &mut bound, case.op())
         .map_err(EvaluateError::Unsupported)?;
     let mut list = recorder.finish(tuning.concurrent);

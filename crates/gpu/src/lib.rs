@@ -15,6 +15,7 @@ pub mod fuse;
 pub mod kernels;
 pub mod list;
 pub mod memory;
+pub mod null;
 pub mod profile;
 pub mod scratch;
 pub mod text;

@@ -96,6 +96,19 @@ impl Memory {
         steps: usize,
         extra: u64,
     ) -> Result<Self, DriverError> {
+        let memory = Self::allocate(driver, plan, limits, steps, extra)?;
+        memory.fill_rope(driver, plan, limits)?;
+        Ok(memory)
+    }
+
+    /// As [`new`](Self::new), without the rotary angles.
+    pub fn allocate(
+        driver: &mut dyn Driver,
+        plan: &Plan,
+        limits: &Limits,
+        steps: usize,
+        extra: u64,
+    ) -> Result<Self, DriverError> {
         let layout = plan.state;
         let mut take = |what: &str, count: u64, element: ElementType, placement: Placement| {
             let bytes = (count * element.size() as u64).max(16);
@@ -143,19 +156,29 @@ impl Memory {
             });
             extras.push(part(4));
         }
-        if let Some(rope) = rope {
-            for first in (0..context(limits)).step_by(4096) {
-                let last = (first + 4096).min(context(limits));
-                let mut bytes = Vec::new();
-                for position in first..last {
-                    let (cos, sin) = rope.angles(position as usize);
-                    bytes.extend(cos.iter().chain(&sin).flat_map(|x| x.to_le_bytes()));
-                }
-                driver.write(rope_table.buffer, first * 4 * rope.dims as u64, &bytes)?;
-            }
-        }
         let input_bytes = parts.bytes;
         Ok(Self { layout, slots: limits.slots, tables, extra: extras, input_bytes })
+    }
+
+    /// Cosines and sines of every position, computed in f64.
+    fn fill_rope(
+        &self,
+        driver: &mut dyn Driver,
+        plan: &Plan,
+        limits: &Limits,
+    ) -> Result<(), DriverError> {
+        let Some(rope) = rope_dims(plan) else { return Ok(()) };
+        let table = self.table().rope;
+        for first in (0..context(limits)).step_by(4096) {
+            let last = (first + 4096).min(context(limits));
+            let mut bytes = Vec::new();
+            for position in first..last {
+                let (cos, sin) = rope.angles(position as usize);
+                bytes.extend(cos.iter().chain(&sin).flat_map(|x| x.to_le_bytes()));
+            }
+            driver.write(table.buffer, first * 4 * rope.dims as u64, &bytes)?;
+        }
+        Ok(())
     }
 
     /// The range of a shared buffer that the host writes for step `which`.

@@ -104,8 +104,24 @@ const PLATFORMS: [(&str, &str); 4] = [
 ];
 
 /// The kernel files, in the order they stand in a text.
-pub const FILES: &[(&str, &str)] =
-    &[kernel_file!("common.metal"), kernel_file!("delta.metal"), kernel_file!("delta_scan.metal")];
+pub const FILES: &[(&str, &str)] = &[
+    kernel_file!("common.metal"),
+    kernel_file!("tile_load.metal"),
+    kernel_file!("tile_simdgroup.h"),
+    kernel_file!("tile_mpp.h"),
+    kernel_file!("tile_mma.h"),
+    kernel_file!("tile_plain.h"),
+    kernel_file!("gemm.metal"),
+    kernel_file!("route.metal"),
+    kernel_file!("moe.metal"),
+    kernel_file!("moe_decode.metal"),
+    kernel_file!("attention_prep.metal"),
+    kernel_file!("attention_decode.metal"),
+    kernel_file!("delta.metal"),
+    kernel_file!("delta_scan.metal"),
+    kernel_file!("gemv.metal"),
+    kernel_file!("elementwise.metal"),
+];
 
 /// The platform header of that file name, for checks that bring their own driver of the text.
 pub fn platform_header(file: &str) -> Option<&'static str> {

@@ -26,6 +26,7 @@ fn main() {
     let warm = SampleParams { temperature: 1.0, seed: 1, ..SampleParams::GREEDY };
     let allowed: Vec<bool> = (0..VOCAB).map(|id| id < 248_077).collect();
     let mask = Some(Arc::new(TokenMask::new(&allowed)));
+    let hot = SampleParams { temperature: 100.0, top_p: 0.95, ..warm.clone() };
     for (name, params) in [
         ("greedy", SampleParams::GREEDY),
         ("greedy, mask", SampleParams { mask, ..SampleParams::GREEDY }),
@@ -34,8 +35,9 @@ fn main() {
         ("top_k 5000", SampleParams { top_k: 5000, ..warm.clone() }),
         ("top_p 0.95", SampleParams { top_p: 0.95, ..warm.clone() }),
         ("min_p 0.05", SampleParams { min_p: 0.05, ..warm.clone() }),
-        ("no cut", warm.clone()),
-        ("temperature 100, top_p 0.95", SampleParams { temperature: 100.0, top_p: 0.95, ..warm }),
+        ("no cut", warm),
+        ("temperature 100, top_p 0.95", hot),
+        ("greedy, 20 logprobs", SampleParams { logprobs: Some(20), ..SampleParams::GREEDY }),
     ] {
         let mut best = f64::INFINITY;
         let mut sum = 0u64;
@@ -44,7 +46,7 @@ fn main() {
             let start = Instant::now();
             let id = sample(&mut work, &params, &TokenCounts::new(), index);
             best = best.min(start.elapsed().as_secs_f64());
-            sum += u64::from(id.unwrap_or(0));
+            sum += u64::from(id.map_or(0, |sampled| sampled.id));
         }
         println!("{name:28} {:7.3} ms (ids {sum})", best * 1e3);
     }

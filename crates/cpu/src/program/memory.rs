@@ -113,7 +113,9 @@ pub(crate) fn memory_need(plan: &Plan, limits: &Limits, threads: usize) -> Memor
     let vectors = plan.weights.iter().filter(|w| is_vector(plan, w)).map(|w| w.rows * w.cols * 4);
     MemoryNeed {
         kv: product(limits.pages, state.page_bytes()),
-        state: product(limits.slots, state.recurrent_bytes() + state.conv_bytes()),
+        // Twice where a step can be taken back.
+        state: product(limits.slots, state.recurrent_bytes() + state.conv_bytes())
+            .saturating_mul(1 + u64::from(limits.undo)),
         scratch: sum([
             layout(plan, limits).bytes(),
             WorkSpace::new(plan, limits).bytes(),

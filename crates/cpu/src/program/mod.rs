@@ -14,7 +14,7 @@ use lily_device::{
     Counters, Input, Limits, MemoryNeed, Output, Program, Refusal, Score, SegmentOut, SlotId,
     Snapshot, Step, StepError, StepOut, Ticket,
 };
-use lily_ops::sample::{SampleParams, sample};
+use lily_ops::sample::{SampleParams, Sampled, sample};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
 pub(crate) use executor::Executor;
@@ -29,11 +29,18 @@ use crate::simd::Isa;
 /// Steps that may be in flight: submitted and not yet waited for.
 const IN_FLIGHT: usize = 2;
 
+/// A step that has run and was not waited for.
+struct Done {
+    ticket: u64,
+    slots: Vec<SlotId>,
+    result: Result<StepOut, StepError>,
+}
+
 /// Runs steps as they are submitted; waiting only hands over the result.
 pub(crate) struct CpuProgram {
     executor: Executor,
     slots: Slots,
-    done: VecDeque<(u64, Result<StepOut, StepError>)>,
+    done: VecDeque<Done>,
     next_ticket: u64,
     steps: u64,
 }
@@ -116,7 +123,7 @@ impl CpuProgram {
     /// Checks the parameters' ranges, and that their mask leaves a token.
     fn check_params(&self, params: &SampleParams) -> Result<(), StepError> {
         let vocab = self.executor.plan().vocab as u32;
-        params.check().map_err(Refusal::Invalid)?;
+        params.check(vocab as usize).map_err(Refusal::Invalid)?;
         match &params.mask {
             Some(mask) if !(0..vocab).any(|id| mask.contains(id)) => {
                 Err(Refusal::Invalid("the mask allows no token of the vocabulary".into()).into())
@@ -131,6 +138,12 @@ impl CpuProgram {
         let ids: Vec<SlotId> = step.segments.iter().map(|s| s.slot).collect();
         for (slot, rows) in ids.iter().zip(counts) {
             self.slots.grow(*slot, rows);
+            let live = self.slots.live_mut(*slot);
+            live.undo = None;
+            if rows == 1 && self.executor.limits().undo {
+                live.remember();
+                self.executor.state_mut().keep(*slot);
+            }
         }
         let mut run = Run::new(&self.slots, &ids, &tokens);
         let segments = self.forward(step, &mut run);
@@ -288,13 +301,11 @@ fn take(
     Ok(())
 }
 
-fn choose(slot: &mut Slot, params: &SampleParams, logits: &mut [f32]) -> Result<u32, String> {
-    let id = sample(logits, params, &slot.counts, slot.generated)
+fn choose(slot: &mut Slot, params: &SampleParams, logits: &mut [f32]) -> Result<Sampled, String> {
+    let sampled = sample(logits, params, &slot.counts, slot.generated)
         .ok_or("no token may be chosen: the penalties leave none")?;
-    slot.last_sampled = Some(id);
-    slot.generated += 1;
-    *slot.counts.entry(id).or_default() += 1;
-    Ok(id)
+    slot.sampled(sampled.id);
+    Ok(sampled)
 }
 
 fn score(isa: Isa, logits: &[f32], target: u32) -> Score {
@@ -318,21 +329,22 @@ impl Program for CpuProgram {
         let result = self.execute(&step, tokens);
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        self.done.push_back((ticket, result));
+        let slots = step.segments.iter().map(|s| s.slot).collect();
+        self.done.push_back(Done { ticket, slots, result });
         Ok(Ticket(ticket))
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<StepOut, StepError> {
-        let at = self.done.iter().position(|(t, _)| *t == ticket.0);
+        let at = self.done.iter().position(|done| done.ticket == ticket.0);
         match at.and_then(|at| self.done.remove(at)) {
-            Some((_, result)) => result,
+            Some(done) => done.result,
             None => {
                 Err(Refusal::Invalid(format!("ticket {} was never given out", ticket.0)).into())
             }
         }
     }
 
-    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError> {
+    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<Sampled, StepError> {
         self.slots.get(slot)?;
         self.check_params(params)?;
         let live = self.slots.live_mut(slot);
@@ -346,6 +358,16 @@ impl Program for CpuProgram {
         chosen.map_err(|e| Refusal::Invalid(e).into())
     }
 
+    fn undo_last(&mut self, slot: SlotId) -> Result<(), StepError> {
+        if self.done.iter().any(|done| done.slots.contains(&slot)) {
+            let what = format!("a step of slot {} is in flight; wait for it first", slot.0);
+            return Err(Refusal::Invalid(what).into());
+        }
+        self.slots.undo(slot)?;
+        self.executor.state_mut().take_back(slot);
+        Ok(())
+    }
+
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
         self.slots.reset(slot)?;
         self.executor.state_mut().clear(slot);
@@ -357,6 +379,7 @@ impl Program for CpuProgram {
         let live = self.slots.live_mut(slot);
         live.generated = 0;
         live.counts.clear();
+        live.undo = None;
         Ok(())
     }
 

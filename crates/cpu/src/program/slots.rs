@@ -4,6 +4,17 @@ use lily_device::{Limits, PagePool, Refusal, SlotId};
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::sample::TokenCounts;
 
+/// What the sampler of a slot was before its last step.
+#[derive(Debug)]
+pub(super) struct Undo {
+    /// The token sampled last then.
+    pub last_sampled: Option<u32>,
+    /// Tokens sampled in the answer then.
+    pub generated: u64,
+    /// The token that the step sampled.
+    pub sampled: Option<u32>,
+}
+
 /// One timeline.
 #[derive(Debug, Default)]
 pub(super) struct Slot {
@@ -23,12 +34,45 @@ pub(super) struct Slot {
     pub holds: bool,
     /// A step failed in it: its state is of no use until it is reset or restored.
     pub poisoned: bool,
+    /// How to take the last step back.
+    pub undo: Option<Undo>,
 }
 
 impl Slot {
     /// Pages missing for `rows` more tokens.
     pub fn pages_needed(&self, rows: usize) -> usize {
         (self.position + rows).div_ceil(PAGE_TOKENS).saturating_sub(self.pages.len())
+    }
+
+    /// Remembers the sampler as it is before a step.
+    pub fn remember(&mut self) {
+        let (last_sampled, generated) = (self.last_sampled, self.generated);
+        self.undo = Some(Undo { last_sampled, generated, sampled: None });
+    }
+
+    /// Notes a sampled token.
+    pub fn sampled(&mut self, id: u32) {
+        self.last_sampled = Some(id);
+        self.generated += 1;
+        *self.counts.entry(id).or_default() += 1;
+        if let Some(undo) = &mut self.undo {
+            undo.sampled = Some(id);
+        }
+    }
+
+    /// Makes the sampler what it was before the step.
+    fn take_back(&mut self, undo: Undo) {
+        self.last_sampled = undo.last_sampled;
+        self.generated = undo.generated;
+        self.holds = false;
+        if let Some(id) = undo.sampled
+            && let Some(count) = self.counts.get_mut(&id)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&id);
+            }
+        }
     }
 }
 
@@ -81,6 +125,20 @@ impl Slots {
         let live = &mut self.slots[slot.0 as usize];
         let pages = self.pool.take(live.pages_needed(rows)).expect("the step was checked");
         live.pages.extend(pages);
+    }
+
+    /// Takes back the last step of a slot, one token, but for the state.
+    pub fn undo(&mut self, slot: SlotId) -> Result<(), Refusal> {
+        self.get(slot)?;
+        let live = &mut self.slots[slot.0 as usize];
+        let undo = live.undo.take().ok_or_else(|| {
+            Refusal::Invalid(format!("slot {} has no last step of one token to take back", slot.0))
+        })?;
+        live.take_back(undo);
+        live.position -= 1;
+        let keep = live.position.div_ceil(PAGE_TOKENS);
+        self.pool.give(live.pages.drain(keep..));
+        Ok(())
     }
 
     pub fn reset(&mut self, slot: SlotId) -> Result<(), Refusal> {

@@ -1,5 +1,7 @@
 //! The state of all slots: recurrent state, convolution state and KV pages.
 
+use std::ops::Range;
+
 use bytemuck::Pod;
 use half::bf16;
 use lily_device::{Limits, PrepareError, SlotId, Snapshot};
@@ -21,6 +23,8 @@ pub(super) enum Stored {
 pub(super) struct Cache<T> {
     /// `[slot][recurrent layer][taps − 1][channels]`.
     pub conv: Vec<T>,
+    /// `conv` before each slot's last step of one token; empty without undo.
+    conv_before: Vec<T>,
     /// For each attention layer `[page][kv head][token][head_dim]`.
     pub k: Vec<Vec<T>>,
     /// As `k`.
@@ -32,6 +36,8 @@ pub(crate) struct State {
     pub(super) layout: StateLayout,
     /// `[slot][recurrent layer][head][dv][dk]`.
     pub(super) recurrent: Vec<f32>,
+    /// `recurrent` before each slot's last step of one token; empty without undo.
+    recurrent_before: Vec<f32>,
     pub(super) stored: Stored,
 }
 
@@ -76,6 +82,7 @@ impl<T: Element> Cache<T> {
         let pages = || zeroed("KV cache", limits.pages * layout.page_len());
         Ok(Self {
             conv: zeroed("convolution's state", conv)?,
+            conv_before: zeroed("convolution's state", if limits.undo { conv } else { 0 })?,
             k: (0..layout.kv_layers).map(|_| pages()).collect::<Result<_, _>>()?,
             v: (0..layout.kv_layers).map(|_| pages()).collect::<Result<_, _>>()?,
         })
@@ -108,7 +115,13 @@ impl State {
             _ => Stored::F32(Cache::new(&layout, limits)?),
         };
         let recurrent = limits.slots * layout.recurrent_layers * layout.recurrent_len();
-        Ok(Self { layout, recurrent: zeroed("recurrent state", recurrent)?, stored })
+        let before = if limits.undo { recurrent } else { 0 };
+        Ok(Self {
+            layout,
+            recurrent: zeroed("recurrent state", recurrent)?,
+            recurrent_before: zeroed("recurrent state", before)?,
+            stored,
+        })
     }
 
     /// Elements of one slot's recurrent state, and of its convolution state.
@@ -123,6 +136,30 @@ impl State {
         let s = slot.0 as usize;
         self.recurrent[s * recurrent..][..recurrent].fill(0.0);
         with_cache!(&mut self.stored, c => c.conv[s * conv..][..conv].fill(Default::default()));
+    }
+
+    /// Keeps a slot's recurrent and convolution state for [`take_back`](Self::take_back).
+    pub fn keep(&mut self, slot: SlotId) {
+        let (recurrent, conv) = self.slot_ranges(slot);
+        self.recurrent_before[recurrent.clone()].copy_from_slice(&self.recurrent[recurrent]);
+        with_cache!(&mut self.stored, c => {
+            c.conv_before[conv.clone()].copy_from_slice(&c.conv[conv]);
+        });
+    }
+
+    /// Brings a slot's recurrent and convolution state back to when it was [kept](Self::keep).
+    pub fn take_back(&mut self, slot: SlotId) {
+        let (recurrent, conv) = self.slot_ranges(slot);
+        self.recurrent[recurrent.clone()].copy_from_slice(&self.recurrent_before[recurrent]);
+        with_cache!(&mut self.stored, c => {
+            c.conv[conv.clone()].copy_from_slice(&c.conv_before[conv]);
+        });
+    }
+
+    fn slot_ranges(&self, slot: SlotId) -> (Range<usize>, Range<usize>) {
+        let (recurrent, conv) = self.slot_lens();
+        let s = slot.0 as usize;
+        (s * recurrent..(s + 1) * recurrent, s * conv..(s + 1) * conv)
     }
 
     /// Bytes of a slot's recurrent state, convolution state and cache of `tokens` tokens.

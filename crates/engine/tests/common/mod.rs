@@ -6,13 +6,13 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use lily_device::{
-    Counters, Device, Fault, FaultyProgram, Input, Limits, MemoryNeed, Output, PrepareError,
-    Program, Refusal, Score, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut, Ticket,
-    Weight,
+    Call, Counters, Device, Fault, FaultyProgram, Input, Limits, MemoryNeed, Output, PrepareError,
+    Program, Refusal, Schedule, Score, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut,
+    Ticket, Weight,
 };
 use lily_engine::{
-    Cancel, Engine, EngineError, EngineOptions, GenerateParams, Generated, Machine, SampleParams,
-    Session,
+    Cancel, Engine, EngineError, EngineOptions, GenerateParams, Generated, Logprobs, Machine,
+    SampleParams, Sampled, Session,
 };
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::{Case, CaseOutputs, Plan, SlotState, ValueId, case::NO_STATE};
@@ -80,6 +80,8 @@ struct Slot {
     /// The token that the previous step sampled.
     last: Option<u32>,
     held: bool,
+    /// The state before the last step, if it was one of a single token.
+    before: Option<Box<Slot>>,
 }
 
 /// What a fake program saw, in order.
@@ -89,6 +91,7 @@ pub struct Log {
     pub steps: Vec<Vec<usize>>,
     pub resets: usize,
     pub restores: usize,
+    pub undos: usize,
     /// Raised when that many steps have run.
     pub cancel_at: Option<(usize, Cancel)>,
     /// The next results are cut to nothing.
@@ -106,6 +109,15 @@ pub struct FakeProgram {
     done: Vec<(u64, StepOut)>,
     tickets: u64,
     log: Arc<Mutex<Log>>,
+}
+
+/// What the fake program tells of log-probabilities.
+fn told(state: u64, token: u32, params: &SampleParams) -> Sampled {
+    let logprobs = params.logprobs.map(|n| Logprobs {
+        logprob: score(state, token).logprob,
+        top: (0..u32::from(n)).map(|id| (id, score(state, id).logprob)).collect(),
+    });
+    Sampled { id: token, logprobs }
 }
 
 impl FakeProgram {
@@ -191,7 +203,10 @@ impl Program for FakeProgram {
 
         let mut out = Vec::new();
         for (s, tokens) in step.segments.iter().zip(&inputs) {
+            let undo = self.limits.undo && tokens.len() == 1;
             let slot = &mut self.slots[s.slot.0 as usize];
+            slot.before = None;
+            slot.before = undo.then(|| Box::new(slot.clone()));
             let mut states = Vec::new();
             for &t in tokens {
                 slot.state = see(slot.state, t);
@@ -207,7 +222,7 @@ impl Program for FakeProgram {
                     let token = choose(slot.state, params.seed, slot.generated);
                     slot.generated += 1;
                     slot.last = Some(token);
-                    SegmentOut::Sampled(token)
+                    SegmentOut::Sampled(told(slot.state, token, params))
                 }
                 Output::Scores(targets) => SegmentOut::Scores(
                     states.iter().zip(targets).map(|(&s, &t)| score(s, t)).collect(),
@@ -233,14 +248,22 @@ impl Program for FakeProgram {
         Ok(self.done.remove(at).1)
     }
 
-    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<u32, StepError> {
+    fn undo_last(&mut self, slot: SlotId) -> Result<(), StepError> {
+        rule(self.done.is_empty(), "a step is in flight")?;
+        let slot = self.slot_mut(slot)?;
+        *slot = *slot.before.take().ok_or(Refusal::Invalid("nothing to take back".into()))?;
+        self.log.lock().unwrap().undos += 1;
+        Ok(())
+    }
+
+    fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<Sampled, StepError> {
         let slot = self.slot_mut(slot)?;
         rule(slot.held, "no logits are held")?;
         let token = choose(slot.state, params.seed, slot.generated);
         slot.generated += 1;
         slot.held = false;
         slot.last = Some(token);
-        Ok(token)
+        Ok(told(slot.state, token, params))
     }
 
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
@@ -250,7 +273,9 @@ impl Program for FakeProgram {
     }
 
     fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
-        self.slot_mut(slot)?.generated = 0;
+        let slot = self.slot_mut(slot)?;
+        slot.generated = 0;
+        slot.before = None;
         Ok(())
     }
 
@@ -281,6 +306,7 @@ impl Program for FakeProgram {
             generated: snapshot.generated,
             last: snapshot.last_sampled,
             held: false,
+            before: None,
         };
         self.log.lock().unwrap().restores += 1;
         Ok(())
@@ -311,6 +337,10 @@ impl Program for FakeProgram {
 #[derive(Default)]
 pub struct FakeDevice {
     pub faults: Vec<(u64, Fault)>,
+    /// Faults of other calls.
+    pub schedule: Schedule,
+    /// Two steps in flight pay.
+    pub overlaps: bool,
     /// Fewer pages than all slots need.
     pub pages: Option<usize>,
     pub need: MemoryNeed,
@@ -320,6 +350,10 @@ pub struct FakeDevice {
 impl Device for FakeDevice {
     fn name(&self) -> String {
         "fake".into()
+    }
+
+    fn overlaps(&self) -> bool {
+        self.overlaps
     }
 
     fn memory(&self, _: &Plan, _: &Limits) -> MemoryNeed {
@@ -337,7 +371,9 @@ impl Device for FakeDevice {
         let log = Arc::clone(&self.log);
         let program =
             Box::new(FakeProgram { plan, limits, slots, done: Vec::new(), tickets: 0, log });
-        Ok(Box::new(FaultyProgram::new(program, self.faults.iter().copied())))
+        let submits = self.faults.iter().map(|(n, fault)| (Call::Submit, *n, *fault));
+        let schedule = submits.chain(self.schedule.iter().copied()).collect();
+        Ok(Box::new(FaultyProgram::with_schedule(program, schedule)))
     }
 
     fn evaluate(&self, case: &Case) -> Result<CaseOutputs, PrepareError> {
@@ -360,7 +396,8 @@ pub fn plan() -> Arc<Plan> {
     })
 }
 
-pub const OPTIONS: EngineOptions = EngineOptions { context: 1024, slots: 2, chunk: 16 };
+pub const OPTIONS: EngineOptions =
+    EngineOptions { snapshot_bytes: 1 << 30, ..EngineOptions::new(1024, 2, 16) };
 
 impl FakeDevice {
     pub fn engine(&self, options: EngineOptions) -> Engine {
@@ -403,7 +440,17 @@ pub fn answer(
     tokens: &[u32],
     count: usize,
 ) -> Result<Generated, EngineError> {
+    answer_with(engine, session, tokens, &params(count))
+}
+
+/// Syncs `tokens` and answers.
+pub fn answer_with(
+    engine: &mut Engine,
+    session: &mut Session,
+    tokens: &[u32],
+    params: &GenerateParams,
+) -> Result<Generated, EngineError> {
     let cancel = Cancel::new();
     engine.sync(session, tokens, &cancel, |_, _| {})?;
-    engine.generate(session, &params(count), &cancel, |_| std::ops::ControlFlow::Continue(()))
+    engine.generate(session, params, &cancel, |_| std::ops::ControlFlow::Continue(()))
 }

@@ -3,8 +3,24 @@
 
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
-    [common::declarations(), delta::declarations()].concat()
+    [
+        common::declarations(),
+        attention::declarations(),
+        delta::declarations(),
+        gemv::declarations(),
+        elementwise::declarations(),
+        gemm::declarations(),
+        route::declarations(),
+        moe::declarations(),
+    ]
+    .concat()
 }
 
+pub mod attention;
 pub mod common;
 pub mod delta;
+pub mod elementwise;
+pub mod gemm;
+pub mod gemv;
+pub mod moe;
+pub mod route;

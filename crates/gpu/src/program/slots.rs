@@ -16,6 +16,17 @@ pub(super) enum LastSampled {
     Known(u32),
 }
 
+/// What a slot was before its last step, one of a single token. The state itself is the other of the two.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Undo {
+    /// Tokens sampled.
+    pub generated: u64,
+    /// The token sampled last.
+    pub last: LastSampled,
+    /// The token that the step sampled.
+    pub sampled: Option<u32>,
+}
+
 /// One slot.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Slot {
@@ -37,6 +48,8 @@ pub(super) struct Slot {
     pub poisoned: bool,
     /// Whether the device's counts of this slot may be other than zero.
     pub counted: bool,
+    /// How its last step is taken back.
+    pub undo: Option<Undo>,
 }
 
 impl Slot {

@@ -1,0 +1,298 @@
+// Attention of a decode step: a slot's cache is cut into splits, a threadgroup has one split of one KV head for ATTENTION_PACK
+// (or 1) of the query heads that share it, a second kernel combines the splits.
+//
+// Its four simdgroups take tiles of 8 tokens in turn, each with a softmax of its own that goes on from tile to tile. A lane
+// owns HEAD_DIM / 32 neighbouring elements of q, K, V and the output: it reads 16 bytes of a row where a head has 256 elements,
+// and 16 such reads are in flight. The order of all sums is that of a lane's elements, then lanes 16, 8, 4, 2, 1 apart, then
+// tiles ascending, then simdgroups, then splits: neither packing nor the way of reading changes a bit.
+// Expected bytes at 16 heads on 2 KV heads of 256: K and V of a token twice (2 · 2048), partial sums 1032 for a head and split.
+
+#define ATTENTION_SIMDS 4u
+#define ATTENTION_TILE 8u
+#define LANE_ELEMENTS (HEAD_DIM / 32u)
+#define LANE_WORDS ((LANE_ELEMENTS + 1u) / 2u)
+#define ATTENTION_LEAST (-1e30f) // below every score, and finite: differences stay numbers
+#if HEADS_PER_KV >= 4u && HEAD_DIM <= 256u
+#define ATTENTION_PACK 4u
+#elif HEADS_PER_KV >= 2u && HEAD_DIM <= 512u
+#define ATTENTION_PACK 2u
+#else
+#define ATTENTION_PACK 1u
+#endif
+
+// Tokens of a split of a slot with `len` tokens. From fixed_from tokens on it is a page; below, as many whole blocks of 64 as make
+// at most most_splits splits. It hangs on this slot alone: what else is in the step changes no bit.
+FN uint split_tokens(uint len, uint most_splits, uint fixed_from)
+{
+  if (len >= fixed_from) return PAGE_TOKENS;
+  const uint blocks = (len + 63) / 64;
+  return 64 * ((blocks + most_splits - 1) / most_splits);
+}
+
+// A lane's elements of a row, two in a word.
+FN void read_together(THREAD uint *words, const DEVICE bf16 *row)
+{
+#if HEAD_DIM % 256u == 0u
+  for (uint i = 0; i < LANE_WORDS; i += 4) {
+    const uint4 w = load4((const DEVICE uint *)row + i);
+    words[i] = w.x;
+    words[i + 1] = w.y;
+    words[i + 2] = w.z;
+    words[i + 3] = w.w;
+  }
+#elif HEAD_DIM % 64u == 0u
+  for (uint i = 0; i < LANE_WORDS; i++) words[i] = ((const DEVICE uint *)row)[i];
+#else
+  for (uint i = 0; i < LANE_WORDS; i++) {
+    words[i] = as_u(f32(row[i * 2])) >> 16;
+    if (i * 2 + 1 < LANE_ELEMENTS) words[i] |= as_u(f32(row[i * 2 + 1]));
+  }
+#endif
+}
+
+// The same, element by element.
+FN void read_apart(THREAD uint *words, const DEVICE bf16 *row)
+{
+  for (uint i = 0; i < LANE_WORDS; i++) {
+    words[i] = as_u(f32(row[i * 2])) >> 16;
+    if (i * 2 + 1 < LANE_ELEMENTS) words[i] |= as_u(f32(row[i * 2 + 1]));
+  }
+}
+
+FN float word_element(const THREAD uint *words, uint e) { return e % 2 ? bf16_high(words[e / 2]) : bf16_low(words[e / 2]); }
+
+// Sums N values over the lanes; lane l has the sum of value l / (32 / N). Every value is summed over lanes 16, 8, 4, 2, 1 apart.
+template <uint N> FN float simd_sums(THREAD float *v, uint lane)
+{
+  uint n = N;
+  for (uint m = 16; m > 0; m >>= 1) {
+    if (n > 1) {
+      n >>= 1;
+      const bool upper = (lane & m) != 0;
+      for (uint i = 0; i < n; i++) {
+        const float keep = upper ? v[i + n] : v[i], give = upper ? v[i] : v[i + n];
+        v[i] = keep + simd_shuffle_xor(give, m);
+      }
+    } else {
+      v[0] += simd_shuffle_xor(v[0], m);
+    }
+  }
+  return v[0];
+}
+
+// A dot product by one lane, in the order in which 32 lanes would sum it.
+FN float dot1(const TG float *q, const DEVICE bf16 *k, uint c)
+{
+  uint words[LANE_WORDS];
+  read_together(words, k + c * LANE_ELEMENTS);
+  float acc = 0.0f;
+  for (uint e = 0; e < LANE_ELEMENTS; e++) acc = fma(q[c * LANE_ELEMENTS + e], word_element(words, e), acc);
+  return acc;
+}
+FN float dot2(const TG float *q, const DEVICE bf16 *k, uint c) { return dot1(q, k, c) + dot1(q, k, c + 16); }
+FN float dot4(const TG float *q, const DEVICE bf16 *k, uint c) { return dot2(q, k, c) + dot2(q, k, c + 8); }
+FN float dot8(const TG float *q, const DEVICE bf16 *k, uint c) { return dot4(q, k, c) + dot4(q, k, c + 4); }
+FN float dot16(const TG float *q, const DEVICE bf16 *k, uint c) { return dot8(q, k, c) + dot8(q, k, c + 2); }
+FN float dot32(const TG float *q, const DEVICE bf16 *k) { return dot16(q, k, 0) + dot16(q, k, 1); }
+
+// The running softmax of a simdgroup. Lane l speaks for the head and the token (of eight) of its scores.
+template <uint PACK> struct DecodeSums {
+  float m, l;
+  float o[PACK][LANE_ELEMENTS];
+};
+
+// Takes one tile in: `score` is this lane's, n tokens exist.
+template <uint PACK> FN void take_tile(THREAD DecodeSums<PACK> &s, float score, const THREAD uint (*v)[LANE_WORDS], uint n, uint lane)
+{
+  const uint each = 32 / (PACK * ATTENTION_TILE); // lanes with the same score
+  const bool seen = lane / each % ATTENTION_TILE < n;
+  float most = seen ? score : ATTENTION_LEAST;
+  for (uint t = ATTENTION_TILE / 2; t > 0; t >>= 1) most = fmax(most, simd_shuffle_xor(most, t * each));
+  most = fmax(most, s.m);
+  const float scale = exp2(s.m - most), weight = seen ? exp2(score - most) : 0.0f;
+  s.m = most;
+  s.l = fma(s.l, scale, weight);
+  for (uint h = 0; h < PACK; h++) {
+    const float a = simd_shuffle(scale, h * ATTENTION_TILE * each);
+    for (uint e = 0; e < LANE_ELEMENTS; e++) s.o[h][e] *= a;
+    for (uint t = 0; t < ATTENTION_TILE; t++) {
+      const float w = simd_shuffle(weight, (h * ATTENTION_TILE + t) * each);
+      for (uint e = 0; e < LANE_ELEMENTS; e++) s.o[h][e] = fma(w, word_element(v[t], e), s.o[h][e]);
+    }
+  }
+}
+
+// Leaves a simdgroup's sums in threadgroup memory: `part` [PACK][HEAD_DIM], `ml` [PACK][2].
+template <uint PACK> FN void leave_sums(THREAD DecodeSums<PACK> &s, TG float *part, TG float *ml, uint lane)
+{
+  const uint each = 32 / (PACK * ATTENTION_TILE);
+  for (uint t = ATTENTION_TILE / 2; t > 0; t >>= 1) s.l += simd_shuffle_xor(s.l, t * each);
+  if (lane % (ATTENTION_TILE * each) == 0) {
+    ml[lane / (ATTENTION_TILE * each) * 2] = s.m;
+    ml[lane / (ATTENTION_TILE * each) * 2 + 1] = s.l;
+  }
+  for (uint h = 0; h < PACK; h++)
+    for (uint e = 0; e < LANE_ELEMENTS; e++) part[h * HEAD_DIM + e * 32 + lane] = s.o[h][e];
+}
+
+// One head of the four simdgroups' sums to device memory. A lane's element e stays at e * 32 + lane until the combined head is stored.
+template <uint PACK> FN void merge_head(uint h, const TG float *part, const TG float *ml, DEVICE float *o, DEVICE float *o_ml, uint lane)
+{
+  float most = ATTENTION_LEAST, weight[ATTENTION_SIMDS], l = 0.0f;
+  for (uint s = 0; s < ATTENTION_SIMDS; s++) most = fmax(most, ml[(s * PACK + h) * 2]);
+  for (uint s = 0; s < ATTENTION_SIMDS; s++) {
+    weight[s] = exp2(ml[(s * PACK + h) * 2] - most);
+    l = fma(weight[s], ml[(s * PACK + h) * 2 + 1], l);
+  }
+  for (uint e = 0; e < LANE_ELEMENTS; e++) {
+    float x = 0.0f;
+    for (uint s = 0; s < ATTENTION_SIMDS; s++) x = fma(weight[s], part[(s * PACK + h) * HEAD_DIM + e * 32 + lane], x);
+    o[e * 32 + lane] = x;
+  }
+  if (lane == 0) {
+    o_ml[0] = most;
+    o_ml[1] = l;
+  }
+}
+
+template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values,
+    const DEVICE uint *pages, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE float *partial,
+    CONSTANT AttentionArgs &p, TG float *part, TG float *ml, TG float *queries, uint3 group, uint lane, uint simd)
+{
+  const uint packs = (HEADS_PER_KV + PACK - 1) / PACK, kv_head = group.y / packs, first = group.y % packs * PACK;
+  const uint slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
+  const bool fixed = FIXED && len >= p.fixed_from;
+  const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu), begin = group.x * size;
+  if (begin >= len) return; // the whole threadgroup, before any barrier: this slot has no such split
+  const uint end = begin + size < len ? begin + size : len;
+  const DEVICE bf16 *own = q + (ulong(row) * p.heads + kv_head * HEADS_PER_KV + first) * HEAD_DIM;
+  float mine[PACK][LANE_ELEMENTS];
+  for (uint h = 0; h < PACK; h++)
+    for (uint e = 0; e < LANE_ELEMENTS; e++)
+      mine[h][e] = first + h < HEADS_PER_KV ? f32(own[h * HEAD_DIM + lane * LANE_ELEMENTS + e]) * p.scale : 0.0f;
+  if (!TOGETHER) {
+    for (uint h = simd; h < PACK; h += ATTENTION_SIMDS)
+      for (uint e = 0; e < LANE_ELEMENTS; e++) queries[h * HEAD_DIM + lane * LANE_ELEMENTS + e] = mine[h][e];
+    tg_barrier();
+  }
+  DecodeSums<PACK> s;
+  s.m = ATTENTION_LEAST;
+  s.l = 0.0f;
+  for (uint h = 0; h < PACK; h++)
+    for (uint e = 0; e < LANE_ELEMENTS; e++) s.o[h][e] = 0.0f;
+  // A split of a page is looked up once.
+  const ulong whole = fixed ? attention_row(pages, slot, p.max_pages, begin, p.kv_heads, kv_head) : 0;
+  for (uint t0 = begin + simd * ATTENTION_TILE; t0 < end; t0 += ATTENTION_SIMDS * ATTENTION_TILE) {
+    const ulong at = fixed ? whole + (t0 - begin) * HEAD_DIM : attention_row(pages, slot, p.max_pages, t0, p.kv_heads, kv_head);
+    const uint n = end - t0 < ATTENTION_TILE ? end - t0 : ATTENTION_TILE;
+    uint k[ATTENTION_TILE][LANE_WORDS], v[ATTENTION_TILE][LANE_WORDS];
+    for (uint t = 0; t < ATTENTION_TILE; t++) {
+      for (uint i = 0; i < LANE_WORDS; i++) k[t][i] = v[t][i] = 0;
+      if (t < n) { // beyond the last token lies what nobody wrote
+        if (TOGETHER) read_together(k[t], keys + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
+        if (TOGETHER) read_together(v[t], values + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
+        else read_apart(v[t], values + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
+      }
+    }
+    float score;
+    if (TOGETHER) {
+      float dots[PACK * ATTENTION_TILE];
+      for (uint h = 0; h < PACK; h++)
+        for (uint t = 0; t < ATTENTION_TILE; t++) {
+          float acc = 0.0f;
+          for (uint e = 0; e < LANE_ELEMENTS; e++) acc = fma(mine[h][e], word_element(k[t], e), acc);
+          dots[h * ATTENTION_TILE + t] = acc;
+        }
+      score = simd_sums<PACK * ATTENTION_TILE>(dots, lane);
+    } else {
+      const uint value = lane / (32 / (PACK * ATTENTION_TILE)), t = value % ATTENTION_TILE;
+      score = t < n ? dot32(queries + value / ATTENTION_TILE * HEAD_DIM, keys + at + t * HEAD_DIM) : 0.0f;
+    }
+    take_tile<PACK>(s, score, v, n, lane);
+  }
+  leave_sums<PACK>(s, part + simd * PACK * HEAD_DIM, ml + simd * PACK * 2, lane);
+  tg_barrier();
+  for (uint h = simd; h < PACK && first + h < HEADS_PER_KV; h += ATTENTION_SIMDS) {
+    const ulong at = (ulong(group.z) * p.heads + kv_head * HEADS_PER_KV + first + h) * p.splits + group.x;
+    merge_head<PACK>(h, part, ml, partial + at * HEAD_DIM, partial + p.sums_at + at * 2, lane);
+  }
+}
+
+#define ATTENTION_DECODE(NAME, PACK, TOGETHER, FIXED) \
+  KERNEL(NAME, 128, IN(0, bf16, q), IN(1, bf16, keys), IN(2, bf16, values), IN(3, uint, pages), IN(4, SlotHeader, headers), \
+      IN(5, SegmentEntry, segments), OUT(6, float, partial), ARGS(7, AttentionArgs, p)) \
+  { \
+    SHARED(float, part, ATTENTION_SIMDS * PACK * HEAD_DIM); \
+    SHARED(float, ml, ATTENTION_SIMDS * PACK * 2); \
+    SHARED(float, queries, TOGETHER ? 4 : PACK * HEAD_DIM); \
+    decode_split<PACK, TOGETHER, FIXED>(q, keys, values, pages, headers, segments, partial, p, part, ml, queries, k_group, k_lane, k_simd); \
+  }
+ATTENTION_DECODE(attention_split, ATTENTION_PACK, true, false)
+ATTENTION_DECODE(attention_split_unpacked, 1u, true, false)
+ATTENTION_DECODE(attention_split_strided, ATTENTION_PACK, false, false)
+ATTENTION_DECODE(attention_split_unpacked_strided, 1u, false, false)
+ATTENTION_DECODE(attention_fixed, ATTENTION_PACK, true, true)
+ATTENTION_DECODE(attention_fixed_unpacked, 1u, true, true)
+ATTENTION_DECODE(attention_fixed_strided, ATTENTION_PACK, false, true)
+ATTENTION_DECODE(attention_fixed_unpacked_strided, 1u, false, true)
+
+// Combines the splits of head k_group.x of segment k_group.y: simdgroup s takes the splits s, s + 8, …, then the eight are summed
+// in order.
+#define COMBINE_SIMDS 8u
+FN void combine_splits(const DEVICE float *partial, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, CONSTANT AttentionArgs &p,
+    TG float *part, TG float *ls, uint3 group, uint lane, uint simd)
+{
+  const uint len = headers[segments[group.y].slot].position + 1;
+  const uint size = split_tokens(len, p.most_splits, p.fixed_from), splits = (len + size - 1) / size;
+  const ulong at = (ulong(group.y) * p.heads + group.x) * p.splits;
+  const DEVICE float *ml = partial + p.sums_at + at * 2;
+  float most = ATTENTION_LEAST, l = 0.0f, o[LANE_ELEMENTS];
+  for (uint s = lane; s < splits; s += 32) most = fmax(most, ml[s * 2]);
+  most = simd_max(most);
+  for (uint e = 0; e < LANE_ELEMENTS; e++) o[e] = 0.0f;
+  for (uint s = simd; s < splits; s += COMBINE_SIMDS) {
+    const float weight = exp2(ml[s * 2] - most);
+    const DEVICE float *x = partial + (at + s) * HEAD_DIM + lane;
+    l = fma(weight, ml[s * 2 + 1], l);
+    for (uint e = 0; e < LANE_ELEMENTS; e++) o[e] = fma(weight, x[e * 32], o[e]);
+  }
+  for (uint e = 0; e < LANE_ELEMENTS; e++) part[simd * HEAD_DIM + e * 32 + lane] = o[e];
+  if (lane == 0) ls[simd] = l;
+  tg_barrier();
+}
+
+// Element d of the combined head.
+FN float combined(const TG float *part, const TG float *ls, uint d)
+{
+  const uint at = d % LANE_ELEMENTS * 32 + d / LANE_ELEMENTS;
+  float x = 0.0f, l = 0.0f;
+  for (uint s = 0; s < COMBINE_SIMDS; s++) {
+    x += part[s * HEAD_DIM + at];
+    l += ls[s];
+  }
+  return x / l;
+}
+
+KERNEL(attention_combine, 256, IN(0, float, partial), IN(1, SlotHeader, headers), IN(2, SegmentEntry, segments), OUT(3, bf16, out),
+    ARGS(4, AttentionArgs, p))
+{
+  SHARED(float, part, COMBINE_SIMDS * HEAD_DIM);
+  SHARED(float, ls, COMBINE_SIMDS);
+  combine_splits(partial, headers, segments, p, part, ls, k_group, k_lane, k_simd);
+  const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x;
+  for (uint d = k_thread.x; d < HEAD_DIM; d += 32 * COMBINE_SIMDS) out[head * HEAD_DIM + d] = to_bf16(combined(part, ls, d));
+}
+
+// With the output gate, which lies behind the head's query.
+KERNEL(attention_combine_gated, 256, IN(0, float, partial), IN(1, SlotHeader, headers), IN(2, SegmentEntry, segments), IN(3, bf16, qg),
+    OUT(4, bf16, out), ARGS(5, AttentionArgs, p))
+{
+  SHARED(float, part, COMBINE_SIMDS * HEAD_DIM);
+  SHARED(float, ls, COMBINE_SIMDS);
+  combine_splits(partial, headers, segments, p, part, ls, k_group, k_lane, k_simd);
+  const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x;
+  for (uint d = k_thread.x; d < HEAD_DIM; d += 32 * COMBINE_SIMDS) {
+    const float gate = sigmoid(f32(qg[(head * 2 + 1) * HEAD_DIM + d]));
+    out[head * HEAD_DIM + d] = to_bf16(combined(part, ls, d) * gate);
+  }
+}

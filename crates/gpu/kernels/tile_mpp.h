@@ -1,0 +1,61 @@
+#ifdef K_TENSOR
+// Matrix tiles by Metal 4 tensor operations: both operands staged in threadgroup memory, the sums in a cooperative tensor of
+// four simdgroups. No assumption about which thread holds which element.
+#define TILE_WORDS(M, N) ((M) * ((N) + 4) > ((M) + (N)) * 16 ? (M) * ((N) + 4) : ((M) + (N)) * 16)
+
+template <uint M, uint N, class W, class A, class B, class E>
+FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint thread, uint lane, uint simd)
+{
+  const uint row = thread / 4, at = thread % 4 * 8;
+  const DEVICE bf16 *x = row_of(a, row);
+  W rows[N / 32];
+  for (uint j = 0; j < N / 32; j++) open_row(rows[j], w, row + 32 * j);
+  TG uint *to_a = mem + row * 16 + at / 2;
+  TG uint *to_w = to_a + M * 16;
+  TG bf16 *staged = (TG bf16 *)mem;
+  // Extents are (inner, outer).
+  auto ta = tensor<TG bf16, dextents<int, 2>, tensor_inline>(staged, dextents<int, 2>(32, int(M)));
+  auto tw = tensor<TG bf16, dextents<int, 2>, tensor_inline>(staged + M * 32, dextents<int, 2>(32, int(N)));
+  // All seven parameters: what `multiply` does to the old sums is not settled.
+  mpp::tensor_ops::matmul2d<mpp::tensor_ops::matmul2d_descriptor(int(M), int(N), 32, false, true, false,
+      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate), execution_simdgroups<4>> mm;
+  auto acc = mm.template get_destination_cooperative_tensor<decltype(ta), decltype(tw), float>();
+  for (int i = 0; i < acc.get_capacity(); i++)
+    if (acc.is_valid_element(i)) acc[i] = 0.0f;
+
+  Eight next_a = zero_eight();
+  Fetched next_w[N / 32];
+  for (uint k = at;; k += 32) {
+    const bool there = k < cols;
+    if (there) {
+      if (row < M) next_a = load_eight(x, k);
+      for (uint j = 0; j < N / 32; j++) next_w[j] = fetch(rows[j], k);
+    }
+    if (k != at) {
+      mm.run(ta, tw, acc);
+      tg_barrier();
+    }
+    if (k - at >= cols) break;
+    if (row < M) {
+      Eight v = zero_eight();
+      if (there) v = next_a;
+      store4(to_a, v.w[0], v.w[1], v.w[2], v.w[3]);
+    }
+    for (uint j = 0; j < N / 32; j++) {
+      Eight v = zero_eight();
+      if (there) v = unpack(rows[j], next_w[j]);
+      store4(to_w + 32 * j * 16, v.w[0], v.w[1], v.w[2], v.w[3]);
+    }
+    tg_barrier();
+  }
+
+  TG float *tile = (TG float *)mem;
+  for (int i = 0; i < acc.get_capacity(); i++) {
+    if (!acc.is_valid_element(i)) continue;
+    auto at_element = acc.get_multidimensional_index(i);   // (column, row)
+    tile[uint(at_element[1]) * (N + 4) + uint(at_element[0])] = acc[i];
+  }
+  tg_barrier();
+  drain<M, N>(e, tile, thread);
+}
+#endif

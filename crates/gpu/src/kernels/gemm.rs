@@ -1,0 +1,239 @@
+//! Matrix products for more rows than a GEMV takes.
+
+use lily_ops::ElementType;
+
+use crate::kernel_args;
+use crate::kernels::common::{Context, DeviceWeight, Matrix};
+use crate::list::{Access, Binding, Operand, Recorder};
+use crate::profile::Profile;
+use crate::scratch::Scratch;
+use crate::tuning::Tuning;
+
+kernel_args! {
+    /// Of the `gemm_*` kernels.
+    pub struct GemmArgs {
+        /// The weight.
+        w: Matrix,
+        /// Rows of activations.
+        rows: u32,
+        /// Blocks of 32 rows; the threadgroups after those have 16 rows each.
+        blocks: u32,
+        /// 0: bf16, 1: f32, 2: added to an f32 residual.
+        store: u32,
+    }
+
+    /// Of `dequantize`.
+    pub struct DequantizeArgs {
+        /// The weight.
+        w: Matrix,
+    }
+}
+
+/// Threads of a tile.
+pub(crate) const TILE_THREADS: u32 = 128;
+
+/// What becomes of a product.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Epilogue {
+    /// Stored in the element type of the output: bf16 or f32.
+    Store,
+    /// Added to a residual (f32), in f32.
+    AddTo(Operand),
+}
+
+/// How a product is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tiles {
+    /// The kernel.
+    pub kernel: &'static str,
+    /// Columns of a tile.
+    pub columns: u32,
+    /// Blocks of 32 rows.
+    pub large: u32,
+    /// Blocks of 16 rows after those.
+    pub small: u32,
+}
+
+/// Rows in blocks of 32, what is left in one of 16 if that is enough; all in blocks of 16 without `adaptive`.
+pub fn row_blocks(rows: u32, adaptive: bool) -> (u32, u32) {
+    let large = if adaptive { (rows + 15) / 32 } else { 0 };
+    (large, rows.saturating_sub(large * 32).div_ceil(16))
+}
+
+/// The tiles for a weight of `columns` outputs in `format`.
+///
+/// 64 columns read activations half as often; 32 are for narrow weights, and where 64 would leave cores without a
+/// threadgroup.
+pub fn tiles(format: u32, rows: u32, columns: u32, profile: &Profile, tuning: &Tuning) -> Tiles {
+    let (large, small) = row_blocks(rows, tuning.adaptive_tiles);
+    let groups = columns.div_ceil(64).saturating_mul(large + small);
+    let narrow = columns <= 32 || groups < 2 * profile.cores;
+    let (kernel, columns) = match (format, narrow) {
+        (0, false) => ("gemm_q4_n64", 64),
+        (0, true) => ("gemm_q4_n32", 32),
+        (1, false) => ("gemm_q8_n64", 64),
+        (1, true) => ("gemm_q8_n32", 32),
+        (2, false) => ("gemm_bf16_n64", 64),
+        (2, true) => ("gemm_bf16_n32", 32),
+        // f32 matrices are vectors that steer something: never large.
+        _ => ("gemm_any_n32", 32),
+    };
+    Tiles { kernel, columns, large, small }
+}
+
+/// Whether the tiles can read rows of this many elements: 16 bytes at a time.
+pub fn supports(cols: u32) -> Result<(), String> {
+    match cols % 8 {
+        0 => Ok(()),
+        _ => Err(format!("a matrix with {cols} inputs; the kernels take multiples of 8")),
+    }
+}
+
+/// A weight as a product reads it: as it is, or expanded by an earlier dispatch.
+#[derive(Clone, Debug)]
+pub(crate) struct Source {
+    pub(crate) weight: DeviceWeight,
+    access: Access,
+}
+
+impl Source {
+    pub(crate) fn binding(&self) -> Binding {
+        Binding::new(self.weight.slab, self.access)
+    }
+
+    /// The weight for a product. Without [`Tuning::dequantize_in_gemm`] quantized weights are expanded to bf16 first.
+    pub(crate) fn new(
+        r: &mut Recorder,
+        c: &Context,
+        weight: &DeviceWeight,
+        scratch: &mut Scratch,
+    ) -> Self {
+        if c.tuning.dequantize_in_gemm || weight.matrix.format > 1 {
+            return Self { weight: weight.clone(), access: Access::Constant };
+        }
+        Self { weight: dequantize(r, weight, scratch), access: Access::Read }
+    }
+}
+
+/// Expands a weight to bf16.
+fn dequantize(r: &mut Recorder, weight: &DeviceWeight, scratch: &mut Scratch) -> DeviceWeight {
+    let Matrix { rows, cols, .. } = weight.matrix;
+    let elements = u64::from(weight.matrices) * u64::from(rows) * u64::from(cols);
+    let slab = scratch.take(elements, ElementType::Bf16);
+    r.dispatch(
+        "dequantize",
+        [(cols / 8).div_ceil(256), rows, weight.matrices],
+        256,
+        vec![Binding::new(weight.slab, Access::Constant), Binding::new(slab, Access::Write)],
+        &DequantizeArgs { w: weight.matrix },
+        weight.bytes + slab.bytes,
+    );
+    let stride = (u64::from(rows) * u64::from(cols) * 2 / 16) as u32;
+    let matrix = Matrix {
+        codes: 0,
+        scales: 0,
+        biases: 0,
+        codes_stride: stride,
+        scales_stride: 0,
+        format: 2,
+        ..weight.matrix
+    };
+    DeviceWeight { slab, matrix, matrices: weight.matrices, bytes: slab.bytes }
+}
+
+/// A product: `rows` rows of activations (bf16) with a weight.
+#[derive(Clone, Copy, Debug)]
+pub struct Product<'a> {
+    /// Activations, bf16.
+    pub x: Operand,
+    /// Rows of them.
+    pub rows: u32,
+    /// The weight.
+    pub weight: &'a DeviceWeight,
+    /// The result, bf16 or f32.
+    pub out: Operand,
+    /// What becomes of it.
+    pub epilogue: Epilogue,
+}
+
+/// Records a product for any number of rows.
+pub fn dense(r: &mut Recorder, c: &Context, scratch: &mut Scratch, product: &Product) {
+    let Product { x, rows, weight, out, epilogue } = *product;
+    if rows == 0 {
+        return;
+    }
+    let source = Source::new(r, c, weight, scratch);
+    let w = source.weight.matrix;
+    let tiles = tiles(w.format, rows, w.rows, c.profile, c.tuning);
+    let results = u64::from(rows) * u64::from(w.rows);
+    let (store, residual, moved) = match epilogue {
+        Epilogue::AddTo(residual) => (2, residual, results * 8),
+        // Nothing reads the residual then; a binding must still be there.
+        Epilogue::Store if out.element == ElementType::F32 => (1, x, results * 4),
+        Epilogue::Store => (0, x, results * 2),
+    };
+    r.dispatch(
+        tiles.kernel,
+        [w.rows.div_ceil(tiles.columns), tiles.large + tiles.small, 1],
+        TILE_THREADS,
+        vec![
+            source.binding(),
+            Binding::new(x, Access::Read),
+            Binding::new(residual, Access::Read),
+            Binding::new(out, Access::Write),
+        ],
+        &GemmArgs { w, rows, blocks: tiles.large, store },
+        source.weight.bytes + u64::from(rows) * u64::from(w.cols) * 2 + moved,
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_in_blocks() {
+        for (rows, adaptive, want) in [
+            (1, true, (0, 1)),
+            (16, true, (0, 1)),
+            // 17 rows in one block of 32 waste 15 rows, in two of 16 they read the weights twice.
+            (17, true, (1, 0)),
+            (32, true, (1, 0)),
+            (33, true, (1, 1)),
+            (48, true, (1, 1)),
+            (49, true, (2, 0)),
+            (2048, true, (64, 0)),
+            (17, false, (0, 2)),
+            (33, false, (0, 3)),
+        ] {
+            assert_eq!(row_blocks(rows, adaptive), want, "{rows} rows");
+        }
+    }
+
+    #[test]
+    fn tiles_of_real_matrices() {
+        let tuning = Tuning::default();
+        let h200 = Profile::named("h200").unwrap();
+        let m4 = Profile::named("m4-max").unwrap();
+        for (format, rows, columns, profile, kernel) in [
+            // Enough threadgroups: wide tiles.
+            (0, 2048, 8192, &h200, "gemm_q4_n64"),
+            (0, 2048, 2048, &m4, "gemm_q4_n64"),
+            // 2 blocks of rows by 32 of columns are fewer than two a core: narrow ones.
+            (0, 64, 2048, &h200, "gemm_q4_n32"),
+            (0, 64, 2048, &m4, "gemm_q4_n32"),
+            (0, 128, 2048, &m4, "gemm_q4_n64"),
+            // The router's and the gates' weights are narrow.
+            (1, 512, 256, &h200, "gemm_q8_n32"),
+            (1, 8192, 256, &h200, "gemm_q8_n64"),
+            (0, 8192, 32, &h200, "gemm_q4_n32"),
+            (2, 2048, 8192, &h200, "gemm_bf16_n64"),
+            (2, 16, 64, &h200, "gemm_bf16_n32"),
+            (3, 2048, 1, &h200, "gemm_any_n32"),
+        ] {
+            let tiles = tiles(format, rows, columns, profile, &tuning);
+            assert_eq!(tiles.kernel, kernel, "{rows} rows, {columns} columns on {}", profile.name);
+        }
+        assert!(supports(2048).is_ok() && supports(50).unwrap_err().contains("50 inputs"));
+    }
+}

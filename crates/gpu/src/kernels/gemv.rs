@@ -1,0 +1,297 @@
+//! Matrix products of 1 to 8 rows: decode, and the logits of a few rows.
+
+use lily_ops::ElementType;
+
+use crate::kernel_args;
+use crate::kernels::common::{Context, DeviceWeight, Matrix};
+use crate::list::{Access, Binding, Operand, Recorder};
+use crate::profile::Profile;
+
+kernel_args! {
+    /// One of the matrices of a launch.
+    pub struct GemvMatrix {
+        /// The matrix.
+        weight: Matrix,
+        /// Its partner, if the result is `silu(weight x) · up x`.
+        up: Matrix,
+        /// One past its last threadgroup.
+        end: u32,
+        /// 0: bf16, 1: f32, 2: added to the residual stream, 3: gated.
+        epilogue: u32,
+        /// Lanes that share a row.
+        lanes: u32,
+    }
+
+    /// Of all `gemv_…`.
+    pub struct GemvArgs {
+        /// Rows of x.
+        rows: u32,
+        /// Elements of a row of x.
+        cols: u32,
+        /// Simdgroups of a threadgroup.
+        simds: u32,
+        /// Matrices.
+        count: u32,
+        /// Whether x is the residual stream, to be normalized.
+        normed: u32,
+        /// Where the norm's weight lies in its slab, in units of 16 bytes.
+        norm: u32,
+        /// The norm's addend to the mean of squares.
+        eps: f32,
+        /// The matrices, in the order of their threadgroups.
+        matrices: [GemvMatrix; 6],
+    }
+}
+
+/// Matrices of one launch at most.
+pub const MAX_OUTPUTS: usize = 6;
+
+/// Rows of x at most.
+pub const MAX_ROWS: u32 = 8;
+
+/// What a GEMV multiplies.
+#[derive(Clone, Copy, Debug)]
+pub struct GemvInput<'a> {
+    /// `rows × cols`: bf16, or with a norm the residual stream, f32.
+    pub x: Operand,
+    /// Norm to be applied to x first: weight and the addend to the mean of squares. The result has the bits that
+    /// [`rms_norm`](super::elementwise::rms_norm) gives.
+    pub norm: Option<(&'a DeviceWeight, f32)>,
+    /// Rows, 1 to [`MAX_ROWS`].
+    pub rows: u32,
+}
+
+/// What becomes of a product.
+#[derive(Clone, Copy, Debug)]
+pub enum Epilogue<'a> {
+    /// Stored in the element type of the operand, bf16 or f32.
+    Store,
+    /// Rounded to bf16 and added to this f32 operand; the sum is stored. The operand may be the output itself. All
+    /// outputs of a launch that use it name the same one.
+    AddTo(Operand),
+    /// The matrix is a gate and this one, of the same shape and format, goes up: `silu(gate x) · up x`, each
+    /// product rounded to bf16, is stored as bf16.
+    Gated(&'a DeviceWeight),
+}
+
+/// One matrix of a launch.
+#[derive(Clone, Copy, Debug)]
+pub struct GemvOutput<'a> {
+    /// The matrix.
+    pub weight: &'a DeviceWeight,
+    /// `rows × weight.rows`.
+    pub out: Operand,
+    /// What becomes of the product.
+    pub epilogue: Epilogue<'a>,
+}
+
+/// How a launch is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// The kernel.
+    pub kernel: &'static str,
+    /// Rows of weights that a lane works on at once.
+    pub rows: u32,
+    /// Simdgroups of a threadgroup.
+    pub simds: u32,
+}
+
+/// Kernels by rows of x at most and rows of weights a lane.
+const KERNELS: [(u32, u32, &str); 9] = [
+    (1, 1, "gemv_1x1"),
+    (1, 2, "gemv_1x2"),
+    (1, 4, "gemv_1x4"),
+    (2, 2, "gemv_2x2"),
+    (2, 4, "gemv_2x4"),
+    (4, 2, "gemv_4x2"),
+    (4, 4, "gemv_4x4"),
+    (8, 2, "gemv_8x2"),
+    (8, 4, "gemv_8x4"),
+];
+
+/// Elements of a packet, which a lane reads at once.
+fn packet_elements(format: u32) -> u32 {
+    match format {
+        0 => 32,
+        1 => 16,
+        _ => 8,
+    }
+}
+
+/// Lanes that share a row: as many as have a packet to read, a power of two. Sums depend on it, so that nothing but the matrix
+/// decides.
+fn lanes(matrix: &Matrix) -> u32 {
+    (matrix.cols / packet_elements(matrix.format)).next_power_of_two().clamp(1, 32)
+}
+
+/// The policy for `x_rows` rows of x. `simdgroups` is the number of simdgroups that the launch needs if each lane
+/// works on one row of weights; `gated`: some matrices come in pairs.
+pub fn policy(profile: &Profile, x_rows: u32, simdgroups: u32, gated: bool) -> Policy {
+    // Four rows a lane share what is read of x; but a core needs some simdgroups to hide the memory's latency.
+    let enough = profile.cores * SIMDGROUPS_PER_CORE;
+    let wanted = [4, 2].into_iter().find(|r| simdgroups / r >= enough).unwrap_or(1);
+    let least = if gated { 2 } else { 1 };
+    let (_, rows, kernel) = KERNELS
+        .into_iter()
+        .filter(|(m, r, _)| *m >= x_rows && *r >= least.max(1))
+        .min_by_key(|(m, r, _)| (*m, r.abs_diff(wanted.max(least)), *r))
+        .unwrap_or(KERNELS[8]);
+    // Large threadgroups share x; small ones spread over all cores.
+    let total = simdgroups.div_ceil(rows);
+    let simds = [8, 4].into_iter().find(|s| total / s >= 2 * profile.cores).unwrap_or(2);
+    Policy { kernel, rows, simds }
+}
+
+/// Simdgroups of a core below which lanes take fewer rows at once.
+const SIMDGROUPS_PER_CORE: u32 = 6;
+
+/// Whether a norm is worth repeating in every threadgroup of the launch, rather than being a kernel of its own: for few rows,
+/// and not for a launch as large as that of the logits.
+pub fn fuses_norm(profile: &Profile, rows: u32, simdgroups: u32, cols: u32) -> bool {
+    rows <= 2 && cols.is_multiple_of(8) && simdgroups <= profile.cores * 256
+}
+
+/// Simdgroups that a matrix needs if each lane works on one row.
+pub fn simdgroups(weight: &DeviceWeight) -> u32 {
+    weight.matrix.rows.div_ceil(32 / lanes(&weight.matrix))
+}
+
+/// Whether two matrices can be a [`Epilogue::Gated`] pair.
+pub fn can_pair(gate: &DeviceWeight, up: &DeviceWeight) -> bool {
+    let shape = |w: &DeviceWeight| (w.matrix.rows, w.matrix.cols, w.matrix.format, w.matrices);
+    shape(gate) == shape(up) && gate.slab == up.slab
+}
+
+/// Records the products of one input with any number of matrices: one launch for up to [`MAX_OUTPUTS`] in one slab.
+pub fn gemv(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput]) {
+    let mut rest = outputs;
+    while let Some(first) = rest.first() {
+        let same = rest.iter().take(MAX_OUTPUTS).take_while(|o| o.weight.slab == first.weight.slab);
+        let (now, later) = rest.split_at(same.count());
+        launch(r, c, input, now);
+        rest = later;
+    }
+}
+
+fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput]) {
+    let GemvInput { x, norm, rows } = input;
+    let cols = outputs[0].weight.matrix.cols;
+    debug_assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows");
+    debug_assert_eq!(x.element == ElementType::F32, norm.is_some());
+    let gated = outputs.iter().any(|o| matches!(o.epilogue, Epilogue::Gated(_)));
+    let needed = outputs.iter().map(|o| simdgroups(o.weight) * members(o)).sum();
+    let policy = policy(c.profile, rows, needed, gated);
+    let mut args = GemvArgs {
+        rows,
+        cols,
+        simds: policy.simds,
+        count: outputs.len() as u32,
+        normed: u32::from(norm.is_some()),
+        norm: norm.map_or(0, |(w, _)| w.matrix.codes),
+        eps: norm.map_or(0.0, |(_, eps)| eps),
+        matrices: bytemuck::Zeroable::zeroed(),
+    };
+    let mut end = 0;
+    for (entry, output) in args.matrices.iter_mut().zip(outputs) {
+        debug_assert_eq!(output.weight.matrix.cols, cols);
+        *entry = matrix_entry(output, policy, &mut end);
+    }
+    let residual = outputs.iter().find_map(|o| match o.epilogue {
+        Epilogue::AddTo(residual) => Some(residual),
+        _ => None,
+    });
+    let slab = outputs[0].weight.slab;
+    let mut bindings = vec![
+        Binding::new(x, Access::Read),
+        Binding::new(norm.map_or(slab, |(w, _)| w.slab), Access::Constant),
+        Binding::new(slab, Access::Constant),
+    ];
+    // Outputs that are not there are bound as the first one and not touched.
+    let outs = (0..MAX_OUTPUTS).map(|i| outputs.get(i).unwrap_or(&outputs[0]).out);
+    bindings.extend(outs.map(|out| Binding::new(out, Access::Write)));
+    bindings.push(Binding::new(residual.unwrap_or(x), Access::Read));
+    let traffic = traffic(&input, cols, outputs);
+    r.dispatch(policy.kernel, [end, 1, 1], policy.simds * 32, bindings, &args, traffic);
+}
+
+/// Matrices behind an output.
+fn members(output: &GemvOutput) -> u32 {
+    if matches!(output.epilogue, Epilogue::Gated(_)) { 2 } else { 1 }
+}
+
+/// The entry of an output whose threadgroups begin at `end`, which moves behind them.
+fn matrix_entry(output: &GemvOutput, policy: Policy, end: &mut u32) -> GemvMatrix {
+    let weight = output.weight.matrix;
+    let (epilogue, up) = match output.epilogue {
+        Epilogue::Store if output.out.element == ElementType::F32 => (1, weight),
+        Epilogue::Store => (0, weight),
+        Epilogue::AddTo(_) => (2, weight),
+        Epilogue::Gated(up) => {
+            debug_assert!(can_pair(output.weight, up));
+            (3, up.matrix)
+        }
+    };
+    let lanes = lanes(&weight);
+    let block = policy.rows / members(output) * policy.simds * (32 / lanes);
+    *end += weight.rows.div_ceil(block);
+    GemvMatrix { weight, up, end: *end, epilogue, lanes }
+}
+
+fn traffic(input: &GemvInput, cols: u32, outputs: &[GemvOutput]) -> u64 {
+    let row_bytes =
+        |width: u32, o: Operand| u64::from(input.rows) * u64::from(width) * o.element.size() as u64;
+    let norm = input.norm.map_or(0, |_| u64::from(cols) * 4);
+    let each = outputs.iter().map(|o| {
+        let (weights, residual) = match o.epilogue {
+            Epilogue::Store => (o.weight.bytes, 0),
+            Epilogue::AddTo(residual) => {
+                (o.weight.bytes, row_bytes(o.weight.matrix.rows, residual))
+            }
+            Epilogue::Gated(up) => (o.weight.bytes + up.bytes, 0),
+        };
+        weights + residual + row_bytes(o.weight.matrix.rows, o.out)
+    });
+    row_bytes(cols, input.x) + norm + each.sum::<u64>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies() {
+        // Rows of weights a lane works on at once, and simdgroups of a threadgroup, of the real model's launches.
+        let table = [
+            // 12,352 rows of 2048: enough for four rows on any device.
+            ("h200", 1, 12_352, false, "gemv_1x4", 8),
+            ("m4-max", 1, 12_352, false, "gemv_1x4", 8),
+            // 2048 rows of 4096: two rows, or 132 cores would have four simdgroups each.
+            ("h200", 1, 2048, false, "gemv_1x2", 2),
+            ("m4-max", 1, 2048, false, "gemv_1x4", 4),
+            // A router and a shared expert: a pair needs two rows at least.
+            ("h200", 1, 1281, true, "gemv_1x2", 2),
+            ("h200", 1, 257, false, "gemv_1x1", 2),
+            // More rows of x take the next larger kernel.
+            ("h200", 2, 12_352, false, "gemv_2x4", 8),
+            ("h200", 3, 12_352, false, "gemv_4x4", 8),
+            ("h200", 5, 2048, false, "gemv_8x2", 2),
+            ("h200", 8, 248_320, false, "gemv_8x4", 8),
+            ("h200", 8, 16, false, "gemv_8x2", 2),
+        ];
+        for (device, rows, simdgroups, gated, kernel, simds) in table {
+            let profile = Profile::named(device).unwrap();
+            let got = policy(&profile, rows, simdgroups, gated);
+            let want = Policy { kernel, simds, rows: got.rows };
+            assert_eq!(got, want, "{device}, {rows} rows, {simdgroups} simdgroups");
+            assert!(kernel.ends_with(&got.rows.to_string()));
+        }
+    }
+
+    #[test]
+    fn norms_are_repeated_where_that_is_cheap() {
+        let h200 = Profile::named("h200").unwrap();
+        assert!(fuses_norm(&h200, 1, 12_352, 2048));
+        assert!(!fuses_norm(&h200, 4, 12_352, 2048));
+        assert!(!fuses_norm(&h200, 1, 248_320, 2048));
+    }
+}

@@ -1,0 +1,281 @@
+//! Steps: checked, written into the step's tables, submitted; results taken when they are waited for.
+
+use lily_device::{Input, Output, Refusal, SegmentOut, SlotId, Step, StepError, StepOut, Ticket};
+use lily_ops::sample::{SampleParams, Sampled};
+
+use super::head::{self, Asked};
+use super::slots::{LastSampled, Undo};
+use super::{GpuProgram, IN_FLIGHT, Kind};
+use crate::driver::Submission;
+use crate::kernels::common::{LAST_SAMPLED, SegmentEntry, StepShape};
+
+/// A submitted step.
+pub(super) struct Flight {
+    pub ticket: u64,
+    /// Which of the step tables it uses.
+    pub tables: usize,
+    pub submission: Submission,
+    pub slots: Vec<SlotId>,
+    /// What each segment asked for.
+    pub asked: Vec<Asked>,
+    /// Results of segments that were complete when the step was submitted.
+    pub ready: Option<StepOut>,
+}
+
+/// The smallest context a list is recorded for.
+const LEAST_CONTEXT: usize = 1024;
+
+/// Lists are recorded for contexts of powers of two.
+pub(super) fn context_bucket(tokens: usize, limits: &lily_device::Limits) -> u32 {
+    let most = crate::memory::context(limits).min(1 << 31);
+    (tokens.max(LEAST_CONTEXT).next_power_of_two() as u64).min(most.max(1)) as u32
+}
+
+impl GpuProgram {
+    /// Checks a step without changing anything; returns the tokens of each segment.
+    fn check(&self, step: &Step) -> Result<Vec<Vec<u32>>, StepError> {
+        let invalid = |what: String| StepError::from(Refusal::Invalid(what));
+        if self.flights.len() >= IN_FLIGHT {
+            return Err(invalid(format!("{IN_FLIGHT} steps are in flight; wait for one first")));
+        }
+        if step.segments.is_empty() {
+            return Err(invalid("the step has no segments".into()));
+        }
+        let vocab = self.recording.plan().vocab as u32;
+        let mut tokens = Vec::new();
+        let mut need = 0;
+        for (i, segment) in step.segments.iter().enumerate() {
+            let slot = self.slots.get(segment.slot)?;
+            if step.segments[..i].iter().any(|s| s.slot == segment.slot) {
+                return Err(invalid(format!("two segments name slot {}", segment.slot.0)));
+            }
+            let list = match &segment.input {
+                Input::Tokens(list) => list.clone(),
+                Input::LastSampled if slot.last == LastSampled::None => {
+                    return Err(invalid(format!(
+                        "nothing was sampled in slot {} yet",
+                        segment.slot.0
+                    )));
+                }
+                Input::LastSampled => vec![LAST_SAMPLED],
+            };
+            if list.is_empty() {
+                return Err(invalid(format!("the segment of slot {} has no tokens", segment.slot.0)));
+            }
+            let given = matches!(segment.input, Input::Tokens(_));
+            if let Some((at, id)) = list.iter().enumerate().find(|(_, id)| given && **id >= vocab) {
+                return Err(invalid(format!("token {at} is {id}; the vocabulary has {vocab} ids")));
+            }
+            match &segment.output {
+                Output::Scores(targets)
+                    if targets.len() != list.len() || targets.iter().any(|id| *id >= vocab) =>
+                {
+                    return Err(invalid(format!(
+                        "{} targets for {} tokens, each below {vocab}, are needed",
+                        targets.len(),
+                        list.len()
+                    )));
+                }
+                Output::Sample(params) => self.check_params(params)?,
+                _ => {}
+            }
+            need += slot.pages_needed(list.len());
+            tokens.push(list);
+        }
+        let rows: usize = tokens.iter().map(Vec::len).sum();
+        if rows > self.limits.rows {
+            return Err(invalid(format!(
+                "{rows} tokens in one step; the program was prepared for {}",
+                self.limits.rows
+            )));
+        }
+        let free = self.slots.free_pages();
+        match need <= free {
+            true => Ok(tokens),
+            false => Err(Refusal::OutOfPages { need, free }.into()),
+        }
+    }
+
+    /// Checks the parameters' ranges, and that their mask leaves a token.
+    pub(super) fn check_params(&self, params: &SampleParams) -> Result<(), StepError> {
+        let vocab = self.recording.plan().vocab as u32;
+        params.check(vocab as usize).map_err(Refusal::Invalid)?;
+        match &params.mask {
+            Some(mask) if !(0..vocab).any(|id| mask.contains(id)) => {
+                Err(Refusal::Invalid("the mask allows no token of the vocabulary".into()).into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn submit_step(&mut self, step: Step) -> Result<Ticket, StepError> {
+        let tokens = self.check(&step)?;
+        let asked: Vec<Asked> = step.segments.iter().map(|s| Asked::of(&s.output)).collect();
+        let slots: Vec<SlotId> = step.segments.iter().map(|s| s.slot).collect();
+        // Steps in flight use the other tables; one that is read back at once must be the only one.
+        let alone = asked.iter().any(Asked::is_read_back) || !self.recording.tuning().token_handoff;
+        if alone {
+            self.idle(None, "a step whose logits are read back")?;
+        }
+        self.grow(&slots, &tokens)?;
+        let tables = self.next_tables;
+        let output_rows = self.write_tables(tables, &step, &tokens).map_err(|e| self.broken(e))?;
+        let context = slots
+            .iter()
+            .zip(&tokens)
+            .map(|(s, t)| self.slots.live_mut(*s).position + t.len())
+            .max()
+            .unwrap_or(0);
+        let shape = StepShape {
+            segments: tokens.iter().map(|t| t.len() as u32).collect(),
+            outputs: output_rows.len() as u32,
+            context: context_bucket(context, &self.limits),
+        };
+        self.counters.steps += 1;
+        let kind = Kind { shape: shape.clone(), tables, head: self.head_of(&step, alone) };
+        let list = self.list(kind)?;
+        let submission = self.driver.submit(&list).map_err(|e| self.failed(&slots, e))?;
+        self.count_weights(tokens.iter().map(Vec::len).sum());
+        for ((slot, list), asked) in slots.iter().zip(&tokens).zip(&asked) {
+            let live = self.slots.live_mut(*slot);
+            let (generated, last) = (live.generated, live.last);
+            live.undo = (list.len() == 1).then_some(Undo { generated, last, sampled: None });
+            live.position += list.len();
+            live.parity ^= 1;
+            live.holds = false;
+            live.last = LastSampled::None;
+            if *asked == Asked::Sample && !alone {
+                live.last = LastSampled::OnDevice;
+                live.generated += 1;
+                live.counted = true;
+            }
+        }
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        self.next_tables = (tables + 1) % IN_FLIGHT;
+        let mut flight = Flight { ticket, tables, submission, slots, asked, ready: None };
+        if alone {
+            flight.ready = Some(self.read_back(&step, &flight, &shape)?);
+        }
+        self.flights.push_back(flight);
+        Ok(Ticket(ticket))
+    }
+
+    /// Takes the pages that the step needs, and tells the device.
+    fn grow(&mut self, slots: &[SlotId], tokens: &[Vec<u32>]) -> Result<(), StepError> {
+        for (slot, list) in slots.iter().zip(tokens) {
+            let before = self.slots.grow(*slot, list.len())?;
+            let pages = self.slots.live_mut(*slot).pages[before..].to_vec();
+            if !pages.is_empty() {
+                self.memory
+                    .write_pages(&mut *self.driver, slot.0 as usize, before, &pages)
+                    .map_err(|e| self.broken(e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes segments, rows, tokens and what is asked for; returns the rows that have logits.
+    fn write_tables(
+        &mut self,
+        which: usize,
+        step: &Step,
+        tokens: &[Vec<u32>],
+    ) -> Result<Vec<u32>, crate::driver::DriverError> {
+        let (mut segments, mut rows, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
+        let mut first = 0;
+        for (i, (segment, list)) in step.segments.iter().zip(tokens).enumerate() {
+            segments.push(SegmentEntry {
+                slot: segment.slot.0,
+                first,
+                rows: list.len() as u32,
+                first_output: outputs.len() as u32,
+            });
+            rows.extend(std::iter::repeat_n(i as u32, list.len()));
+            let asked = segment.output.rows(list.len());
+            outputs.extend(asked.map(|r| first + r as u32));
+            first += list.len() as u32;
+        }
+        let all: Vec<u32> = tokens.concat();
+        let t = &self.memory.tables[which];
+        let driver = &mut *self.driver;
+        driver.write(t.segments.buffer, t.segments.offset, bytemuck::cast_slice(&segments))?;
+        driver.write(t.row_segments.buffer, t.row_segments.offset, bytemuck::cast_slice(&rows))?;
+        driver.write(t.tokens.buffer, t.tokens.offset, bytemuck::cast_slice(&all))?;
+        driver.write(t.output_rows.buffer, t.output_rows.offset, bytemuck::cast_slice(&outputs))?;
+        self.io.write(driver, which, step, &self.slots)?;
+        Ok(outputs)
+    }
+
+    pub(super) fn wait_step(&mut self, ticket: Ticket) -> Result<StepOut, StepError> {
+        let Some(at) = self.flights.iter().position(|f| f.ticket == ticket.0) else {
+            return Err(Refusal::Invalid(format!("ticket {} was never given out", ticket.0)).into());
+        };
+        let Some(flight) = self.flights.remove(at) else {
+            return Err(Refusal::Invalid(format!("ticket {} was never given out", ticket.0)).into());
+        };
+        self.alive()?;
+        self.driver.wait(flight.submission).map_err(|e| self.failed(&flight.slots, e))?;
+        if let Some(ready) = flight.ready {
+            return Ok(ready);
+        }
+        let results = self
+            .io
+            .results(&mut *self.driver, flight.tables, flight.slots.len())
+            .map_err(|e| self.failed(&flight.slots, e))?;
+        let mut segments = Vec::new();
+        for ((slot, asked), result) in flight.slots.iter().zip(&flight.asked).zip(results) {
+            segments.push(self.take_result(*slot, *asked, result));
+        }
+        let failed = segments.iter().filter(|s| matches!(s, SegmentOut::Failed(_))).count();
+        match segments.first() {
+            Some(SegmentOut::Failed(reason)) if failed == segments.len() => {
+                Err(StepError::Failed { slots: flight.slots, reason: reason.clone() })
+            }
+            _ => Ok(StepOut { segments }),
+        }
+    }
+
+    fn take_result(&mut self, slot: SlotId, asked: Asked, result: head::Result) -> SegmentOut {
+        let later = self.flights.iter().any(|f| f.slots.contains(&slot));
+        let live = self.slots.live_mut(slot);
+        match (asked, result) {
+            (_, head::Result::Failed(why)) => {
+                live.poisoned = true;
+                SegmentOut::Failed(why)
+            }
+            (Asked::Sample, head::Result::Token(id)) => {
+                *live.counts.entry(id).or_default() += 1;
+                match (&mut live.undo, later) {
+                    (Some(undo), true) if undo.last == LastSampled::OnDevice => {
+                        undo.last = LastSampled::Known(id);
+                    }
+                    (Some(undo), false) => undo.sampled = Some(id),
+                    _ => {}
+                }
+                if !later {
+                    live.last = LastSampled::Known(id);
+                }
+                SegmentOut::Sampled(Sampled::from(id))
+            }
+            (Asked::Hold, _) => {
+                live.holds = !later;
+                SegmentOut::None
+            }
+            _ => SegmentOut::None,
+        }
+    }
+
+    /// Adds what a step of `rows` tokens reads of each weight.
+    fn count_weights(&mut self, rows: usize) {
+        let plan = self.recording.plan().clone();
+        for node in plan.nodes() {
+            for (w, bytes) in node.op.weight_bytes_per_token(&plan) {
+                let all = plan.weight(w).bytes();
+                let matrix = plan.weight(w).matrices > 1;
+                let read = if matrix { all.min(bytes.saturating_mul(rows as u64)) } else { bytes };
+                self.counters.weight_bytes[w.0 as usize] += read;
+            }
+        }
+    }
+}
