@@ -35,7 +35,8 @@ def errors(result):
     """(file, line, message) of each error."""
     found = []
     for line in result.stderr.splitlines():
-        m = re.match(r"(.*?):(\d+):\d+: (?:fatal )?error: (.*)", line)
+        # A number without `f` is only warned of: without double it is a float, but Metal and CUDA differ.
+        m = re.match(r"(.*?):(\d+):\d+: (?:(?:fatal )?error|warning(?=: double precision constant)): (.*)", line)
         if m:
             found.append((os.path.basename(m[1]), int(m[2]), m[3]))
     if result.returncode and not found:
@@ -45,7 +46,7 @@ def errors(result):
 
 def unnamed(dump, files):
     """Declarations and casts of `files` whose pointers or references name no space, and forbidden constructs."""
-    found, name, line, hidden = [], None, 0, False
+    found, name, line, hidden = [], None, 0, None
     for text in dump.splitlines():
         for m in LOCATION.finditer(text.split("'")[0]):
             if m[2]:
@@ -55,10 +56,13 @@ def unnamed(dump, files):
         kind = NODE.match(text)
         if not kind:
             continue
-        kind = kind[1]
-        if kind in ("FunctionDecl", "CXXRecordDecl") or re.match(r"CXX\w+Decl$", kind):
-            hidden = " implicit " in text and kind != "CXXRecordDecl"
-        if name not in files or hidden or " implicit " in text:
+        depth, kind = kind.start(1), kind[1]
+        if hidden is not None and depth <= hidden:
+            hidden = None
+        # What the compiler makes itself, a copy constructor say, is not the text's.
+        if hidden is None and " implicit " in text and (kind == "FunctionDecl" or re.match(r"CXX\w+Decl$", kind)) and kind != "CXXRecordDecl":
+            hidden = depth
+        if name not in files or hidden is not None or " implicit " in text:
             continue
         if kind in FORBIDDEN:
             found.append((name, line, FORBIDDEN[kind]))
@@ -68,7 +72,7 @@ def unnamed(dump, files):
             continue
         m = re.search(r"'([^']*)'", text)
         # Outside templates clang writes __generic where a space is missing, in a template's pattern nothing.
-        parts = re.split(r"[*&]", m[1])[:-1] if m and kind != "FunctionDecl" else []
+        parts = re.split(r"[*&]", re.sub(r"\[[^]]*\]", "", m[1]))[:-1] if m and kind != "FunctionDecl" else []
         if (m and "__generic" in m[1]) or any(not SPACE.search(part) for part in parts):
             found.append((name, line, f"no address space: {kind} '{m[1]}'"))
     return found
