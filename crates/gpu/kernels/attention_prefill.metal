@@ -15,10 +15,10 @@
 struct FlashPiece { uint w[4]; };
 
 // A thread's pieces of the block of `tokens` tokens at `from`; zeros beyond them, where nobody wrote.
-FN void flash_fetch(THREAD FlashPiece *next, const DEVICE bf16 *from, uint tokens, uint thread)
+FN void flash_fetch(THREAD FlashPiece *next, const DEVICE bf16 *from, uint tokens, uint tid)
 {
   for (uint c = 0; c < FLASH_PIECES; c++) {
-    const uint i = thread + c * FLASH_THREADS;
+    const uint i = tid + c * FLASH_THREADS;
     for (uint j = 0; j < 4; j++) next[c].w[j] = 0;
     if (i / (HEAD_DIM / 8) >= tokens) continue;
     const uint4 x = load4((const DEVICE uint *)from + i * 4);
@@ -29,10 +29,10 @@ FN void flash_fetch(THREAD FlashPiece *next, const DEVICE bf16 *from, uint token
   }
 }
 
-FN void flash_stage(const THREAD FlashPiece *next, TG uint *block, uint thread)
+FN void flash_stage(const THREAD FlashPiece *next, TG uint *block, uint tid)
 {
   for (uint c = 0; c < FLASH_PIECES; c++) {
-    const uint i = thread + c * FLASH_THREADS, row = i / (HEAD_DIM / 8);
+    const uint i = tid + c * FLASH_THREADS, row = i / (HEAD_DIM / 8);
     if (row < FLASH_BLOCK)
       store4(block + row * (FLASH_ROW / 2) + i % (HEAD_DIM / 8) * 4, next[c].w[0], next[c].w[1], next[c].w[2], next[c].w[3]);
   }
@@ -40,9 +40,9 @@ FN void flash_stage(const THREAD FlashPiece *next, TG uint *block, uint thread)
 
 // Queries of the 32 matrix rows from `first` on into the block; zeros for rows that the segment does not have.
 FN void flash_stage_queries(const DEVICE bf16 *q, TG uint *block, uint first, uint simd_rows, uint rows, uint heads, uint own_heads,
-                             uint thread)
+                             uint tid)
 {
-  for (uint i = thread; i < FLASH_BLOCK * HEAD_DIM / 8; i += FLASH_THREADS) {
+  for (uint i = tid; i < FLASH_BLOCK * HEAD_DIM / 8; i += FLASH_THREADS) {
     const uint row = i / (HEAD_DIM / 8), piece = i % (HEAD_DIM / 8), simd = (first + row) / simd_rows;
     const uint at = simd / FLASH_HEADS * simd_rows + (first + row) % simd_rows, head = simd % FLASH_HEADS;
     TG uint *to = block + row * (FLASH_ROW / 2) + piece * 4;
@@ -57,7 +57,7 @@ FN void flash_stage_queries(const DEVICE bf16 *q, TG uint *block, uint first, ui
 
 template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values, const DEVICE uint *pages,
     const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE bf16 *out, CONSTANT AttentionArgs &p, TG uint *block, TG float *mem,
-    uint tile, uint column, uint thread, uint lane, uint simd)
+    uint tile, uint column, uint tid, uint lane, uint simd)
 {
   const uint simd_rows = 8 * RT, tile_rows = simd_rows * FLASH_ROW_BLOCKS;
   uint segment = 0;
@@ -77,7 +77,7 @@ template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf
   FlashTile<RT> f;
   for (uint s = 0; s < FLASH_SIMDS * simd_rows; s += FLASH_BLOCK) {
     if (s > 0) tg_barrier(); // the queries before have been read
-    flash_stage_queries(q + at, block, s, simd_rows, rows, p.heads, own_heads, thread);
+    flash_stage_queries(q + at, block, s, simd_rows, rows, p.heads, own_heads, tid);
     tg_barrier();
     if (simd * simd_rows / FLASH_BLOCK * FLASH_BLOCK == s) flash_open<RT>(f, staged + (simd * simd_rows - s) * FLASH_ROW, mem, lane);
   }
@@ -86,19 +86,19 @@ template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf
   const uint own = position + simd / FLASH_HEADS * simd_rows; // position of the simdgroup's first row
   FlashPiece next[FLASH_PIECES];
   FlashWeights<RT> w;
-  flash_fetch(next, keys + attention_row(pages, slot, p.max_pages, 0, p.kv_heads, kv_head), min(len, FLASH_BLOCK), thread);
+  flash_fetch(next, keys + attention_row(pages, slot, p.max_pages, 0, p.kv_heads, kv_head), min(len, FLASH_BLOCK), tid);
   for (uint t0 = 0; t0 < len; t0 += FLASH_BLOCK) {
     const ulong row = attention_row(pages, slot, p.max_pages, t0, p.kv_heads, kv_head);
     const bool seen = t0 < own + simd_rows; // by any row of the simdgroup
     tg_barrier(); // the block before has been read
-    flash_stage(next, block, thread);
-    flash_fetch(next, values + row, min(len - t0, FLASH_BLOCK), thread);
+    flash_stage(next, block, tid);
+    flash_fetch(next, values + row, min(len - t0, FLASH_BLOCK), tid);
     tg_barrier();
     if (seen) flash_scores<RT>(f, w, staged, mem, t0, own, p.scale, lane);
     tg_barrier(); // the keys have been read
-    flash_stage(next, block, thread);
+    flash_stage(next, block, tid);
     const uint t1 = t0 + FLASH_BLOCK;
-    if (t1 < len) flash_fetch(next, keys + attention_row(pages, slot, p.max_pages, t1, p.kv_heads, kv_head), min(len - t1, FLASH_BLOCK), thread);
+    if (t1 < len) flash_fetch(next, keys + attention_row(pages, slot, p.max_pages, t1, p.kv_heads, kv_head), min(len - t1, FLASH_BLOCK), tid);
     tg_barrier();
     if (seen) flash_values<RT>(f, w, staged, lane);
   }

@@ -134,13 +134,13 @@ struct GemvInput {
 
 // Columns [first, first + columns) of x to the tile, in the order in which lanes take them: piece j of packet i lies
 // where `lanes` lanes read neighbouring 16 bytes.
-template <uint F, uint M> FN void stage_x(const THREAD GemvInput &in, const THREAD float *inverse, uint first, uint columns, uint lanes, TG uint *tile, uint stride, uint thread, uint threads)
+template <uint F, uint M> FN void stage_x(const THREAD GemvInput &in, const THREAD float *inverse, uint first, uint columns, uint lanes, TG uint *tile, uint stride, uint tid, uint threads)
 {
   const uint pieces = packet_elements<F>() / 8;
 #pragma unroll
   for (uint m = 0; m < M; m++) {
     if (m >= in.rows) continue;
-    for (uint u = thread; u < columns / 8; u += threads) {
+    for (uint u = tid; u < columns / 8; u += threads) {
       const uint i = u / pieces, at = (i / lanes * pieces + u % pieces) * lanes + i % lanes;
       TG uint *to = tile + m * stride + at * 4;
       const ulong from = ulong(m) * in.cols + first + u * 8;
@@ -186,7 +186,7 @@ FN float inverse_rms(const TG float *shares, uint cols, float eps)
 struct GemvPlace {
   uint first, beside, row_count;
   uint lanes, part; // lanes of a row, and which of them this is
-  uint thread, threads;
+  uint tid, threads;
 };
 
 // Sums of R rows of weights with M rows of x, in every lane. The upper half of the R rows comes from b, starting over
@@ -206,7 +206,7 @@ template <uint F, uint R, uint M, uint TILE> FN void gemv_sums(const THREAD Rows
   for (uint first = 0; first < packets; first += TILE / elements) {
     const uint end = min(first + TILE / elements, packets);
     if (first > 0) tg_barrier(); // the tile is read no more
-    stage_x<F, M>(in, inverse, first * elements, (end - first) * elements, at.lanes, tile, stride, at.thread, at.threads);
+    stage_x<F, M>(in, inverse, first * elements, (end - first) * elements, at.lanes, tile, stride, at.tid, at.threads);
     tg_barrier();
     for (uint c = first; c < end; c += at.lanes) {
       const uint next = c + at.lanes + at.part;
@@ -239,7 +239,7 @@ FN void gemv_store(DEVICE uint *out, const DEVICE float *residual, uint epilogue
 }
 
 // A threadgroup's block of rows of one of the matrices.
-template <uint F, uint R, uint M, uint TILE> FN void gemv_block(const DEVICE uint *slab, CONSTANT GemvMatrix &p, const THREAD GemvInput &in, const THREAD float *inverse, DEVICE uint *out, const DEVICE float *residual, uint block, TG uint *tile, uint lane, uint simd, uint thread, uint threads)
+template <uint F, uint R, uint M, uint TILE> FN void gemv_block(const DEVICE uint *slab, CONSTANT GemvMatrix &p, const THREAD GemvInput &in, const THREAD float *inverse, DEVICE uint *out, const DEVICE float *residual, uint block, TG uint *tile, uint lane, uint simd, uint tid, uint threads)
 {
   const bool paired = p.epilogue == GATED;
   const uint each = paired ? R / 2 : R;
@@ -249,7 +249,7 @@ template <uint F, uint R, uint M, uint TILE> FN void gemv_block(const DEVICE uin
   at.part = lane & (p.lanes - 1);
   at.first = (block * (threads / 32) + simd) * each * at.beside + lane / p.lanes;
   at.row_count = p.weight.rows;
-  at.thread = thread;
+  at.tid = tid;
   at.threads = threads;
   const Rows a = rows_of(slab, p.weight, 0);
   Rows b = a;
@@ -268,7 +268,7 @@ template <uint F, uint R, uint M, uint TILE> FN void gemv_block(const DEVICE uin
   }
 }
 
-template <uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DEVICE uint *norm, const DEVICE uint *slab, DEVICE uint *out0, DEVICE uint *out1, DEVICE uint *out2, DEVICE uint *out3, DEVICE uint *out4, DEVICE uint *out5, const DEVICE float *residual, CONSTANT GemvArgs &p, TG uint *tile, TG float *shares, uint group, uint lane, uint simd, uint thread, uint threads)
+template <uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DEVICE uint *norm, const DEVICE uint *slab, DEVICE uint *out0, DEVICE uint *out1, DEVICE uint *out2, DEVICE uint *out3, DEVICE uint *out4, DEVICE uint *out5, const DEVICE float *residual, CONSTANT GemvArgs &p, TG uint *tile, TG float *shares, uint group, uint lane, uint simd, uint tid, uint threads)
 {
   GemvInput in;
   in.x = x;
@@ -287,10 +287,10 @@ template <uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DE
   while (k + 1 < p.count && group >= p.matrices[k].end) first = p.matrices[k++].end;
   DEVICE uint *out = k == 0 ? out0 : k == 1 ? out1 : k == 2 ? out2 : k == 3 ? out3 : k == 4 ? out4 : out5;
   const uint format = p.matrices[k].weight.format, block = group - first;
-  if (format == Q4) gemv_block<Q4, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, thread, threads);
-  else if (format == Q8) gemv_block<Q8, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, thread, threads);
-  else if (format == BF16) gemv_block<BF16, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, thread, threads);
-  else gemv_block<F32, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, thread, threads);
+  if (format == Q4) gemv_block<Q4, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, tid, threads);
+  else if (format == Q8) gemv_block<Q8, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, tid, threads);
+  else if (format == BF16) gemv_block<BF16, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, tid, threads);
+  else gemv_block<F32, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, tid, threads);
 }
 
 // M rows of x at most, R rows of weights a lane, TILE columns of x at a time.
