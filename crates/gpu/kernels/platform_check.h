@@ -20,8 +20,6 @@ void store4(DEVICE uint *p, uint a, uint b, uint c, uint d);
 void store4(TG uint *p, uint a, uint b, uint c, uint d);
 void store2(DEVICE uint *p, uint a, uint b);
 uint pack2(float lo, float hi);
-uint4 load4(const TG uint *p);
-void store4(TG uint *p, uint a, uint b, uint c, uint d);
 uint tg_add(TG uint *p, uint x);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name

@@ -33,7 +33,6 @@ FN void store4(float *p, float a, float b, float c, float d) { *(float4 *)p = ma
 FN void store4(uint *p, uint a, uint b, uint c, uint d) { *(uint4 *)p = make_uint4(a, b, c, d); }
 FN void store2(uint *p, uint a, uint b) { *(uint2 *)p = make_uint2(a, b); }
 FN uint pack2(float lo, float hi) { uint r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-FN void store4(uint *p, uint a, uint b, uint c, uint d) { *(uint4 *)p = make_uint4(a, b, c, d); }
 FN uint tg_add(uint *p, uint x) { return atomicAdd(p, x); } // what was there before
 FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
 FN float clamp(float x, float lo, float hi) { return fminf(fmaxf(x, lo), hi); }
