@@ -53,6 +53,7 @@ pub fn evaluate(
         rows: case.tokens.len().max(1),
         outputs: case.output_rows.len().max(1),
         pages: pages_each * case.slots.len().max(1),
+        undo: false,
     };
     let memory = Memory::new(driver, plan, &limits, 1, 0)?;
     let tables = &memory.tables[0];
