@@ -110,7 +110,7 @@ const KERNELS: [(u32, u32, &str); 9] = [
 ];
 
 /// Elements of a packet, which a lane reads at once.
-fn packet_elements(format: u32) -> u32 {
+pub(crate) fn packet_elements(format: u32) -> u32 {
     match format {
         0 => 32,
         1 => 16,
@@ -120,7 +120,7 @@ fn packet_elements(format: u32) -> u32 {
 
 /// Lanes that share a row: as many as have a packet to read, a power of two. Sums depend on it, so that nothing but the matrix
 /// decides.
-fn lanes(matrix: &Matrix) -> u32 {
+pub(crate) fn lanes(matrix: &Matrix) -> u32 {
     (matrix.cols / packet_elements(matrix.format)).next_power_of_two().clamp(1, 32)
 }
 
