@@ -104,8 +104,13 @@ const PLATFORMS: [(&str, &str); 4] = [
 ];
 
 /// The kernel files, in the order they stand in a text.
-pub const FILES: &[(&str, &str)] =
-    &[kernel_file!("common.metal"), kernel_file!("gemv.metal"), kernel_file!("elementwise.metal")];
+pub const FILES: &[(&str, &str)] = &[
+    kernel_file!("common.metal"),
+    kernel_file!("gemv.metal"),
+    kernel_file!("elementwise.metal"),
+    kernel_file!("sample.metal"),
+    kernel_file!("sample_pick.metal"),
+];
 
 /// The platform header of that file name, for checks that bring their own driver of the text.
 pub fn platform_header(file: &str) -> Option<&'static str> {

@@ -3,9 +3,16 @@
 
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
-    [common::declarations(), gemv::declarations(), elementwise::declarations()].concat()
+    [
+        common::declarations(),
+        gemv::declarations(),
+        elementwise::declarations(),
+        sample::declarations(),
+    ]
+    .concat()
 }
 
 pub mod common;
 pub mod elementwise;
 pub mod gemv;
+pub mod sample;
