@@ -5,12 +5,11 @@ use std::sync::Arc;
 
 use lily_gpu::kernels::common::SegmentEntry;
 use lily_gpu::scratch::Scratch;
-use lily_gpu::upload::SlabLayout;
 use lily_gpu::{
     Buffer, Context, DeviceWeight, Driver, Operand, Placement, Profile, Recorder, Shape, StepShape,
     Tables, Text, Tuning,
 };
-use lily_ops::{CaseWeight, ElementType, LayerKind, Plan, ValueId, WeightFormat, WeightSpec};
+use lily_ops::{CaseWeight, ElementType, WeightFormat, WeightSpec};
 use lily_softgpu::{Options, SoftDriver};
 
 /// A driver, and tables of which a test fills those it needs.
@@ -140,23 +139,22 @@ impl Rig {
         (kernels, stages)
     }
 
-    /// Weights in one slab, in order.
+    /// Weights in one slab, in order, as the checkpoint has them.
     pub fn weights(&mut self, specs: &[(WeightSpec, CaseWeight)]) -> Vec<DeviceWeight> {
-        let plan = Plan {
-            name: "weights".into(),
-            vocab: 1,
-            layers: vec![LayerKind::Attention],
-            values: Vec::new(),
-            weights: specs.iter().map(|(spec, _)| spec.clone()).collect(),
-            state: lily_ops::case::NO_STATE,
-            body: Vec::new(),
-            head: Vec::new(),
-            hidden: ValueId(0),
-            logits: ValueId(0),
-        };
-        let layout = SlabLayout::new(&plan, 1 << 30).unwrap();
-        let refs: Vec<_> = specs.iter().map(|(_, w)| w.as_ref()).collect();
-        layout.upload(&mut self.driver, &plan, &refs).unwrap()
+        let mut slab: Vec<u8> = Vec::new();
+        let mut matrices = Vec::new();
+        for (spec, w) in specs {
+            let at = slab.len().next_multiple_of(256) as u64;
+            let (parts, matrix) = DeviceWeight::layout(spec, at);
+            for (range, bytes) in parts.iter().zip([&w.codes, &w.scales, &w.biases]) {
+                slab.resize(slab.len().max(range.end as usize), 0xFF);
+                slab[range.start as usize..][..bytes.len()].copy_from_slice(bytes);
+            }
+            matrices.push((matrix, spec.bytes()));
+        }
+        let slab = self.put(ElementType::U32, &slab);
+        let weight = |(matrix, bytes)| DeviceWeight { slab, matrix, matrices: 1, bytes };
+        matrices.into_iter().map(weight).collect()
     }
 }
 
