@@ -18,7 +18,11 @@ const SLOT: SlotId = SlotId(0);
 fn device(tuning: Tuning) -> GpuDevice {
     let options = Options::default();
     let profile = options.profile.clone();
-    GpuDevice::new(profile, tuning, Box::new(move || Ok(Box::new(SoftDriver::new(options.clone())))))
+    GpuDevice::new(
+        profile,
+        tuning,
+        Box::new(move || Ok(Box::new(SoftDriver::new(options.clone())))),
+    )
 }
 
 fn prepare(model: Model, tuning: Tuning, limits: Limits) -> Box<dyn Program> {
@@ -26,7 +30,8 @@ fn prepare(model: Model, tuning: Tuning, limits: Limits) -> Box<dyn Program> {
 }
 
 fn program(fixture: &Fixture, tuning: Tuning) -> Box<dyn Program> {
-    let model = lily_model::load(&fixture.checkpoint, Precision::Standard).expect("the model loads");
+    let model =
+        lily_model::load(&fixture.checkpoint, Precision::Standard).expect("the model loads");
     prepare(model, tuning, Limits { outputs: 16, undo: true, ..Limits::new(2, 512, 64) })
 }
 
@@ -58,7 +63,9 @@ fn logits_stay_near_mlx_lm() {
             let got = logits(&mut *program, &fixture.tokens, &chunks);
             let (_, want) = fixture.golden(&format!("logits_f32_{kind}"));
             let (error, equal) = (max_abs(&got, want), argmax_equal(&got, want, vocab));
-            println!("{name} on the GPU kernels, {kind}: max abs {error:.3}, top-1 equal {equal} of 40");
+            println!(
+                "{name} on the GPU kernels, {kind}: max abs {error:.3}, top-1 equal {equal} of 40"
+            );
             assert!(error <= bound && equal >= least, "{name} {kind}: {error}, {equal}");
         }
     }
@@ -189,9 +196,8 @@ fn demo_perplexity_stays_near_mlx_lm() {
     let mut gpu = prepare(load(Precision::Standard), Tuning::default(), limits);
     let cpu = lily_cpu::CpuDevice::new(lily_cpu::CpuOptions::default());
     let model = load(Precision::Precise);
-    let mut precise = cpu
-        .prepare(Arc::clone(&model.plan), model.weights, limits)
-        .expect("the plan is prepared");
+    let mut precise =
+        cpu.prepare(Arc::clone(&model.plan), model.weights, limits).expect("the plan is prepared");
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo/golden");
     let golden = read_json(&golden.join("perplexity.json"));
     let list = |value: &Value| value.as_array().expect("a list").clone();

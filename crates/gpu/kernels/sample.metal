@@ -151,7 +151,7 @@ KERNEL(sample_scan, 256, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(
       for (uint i = first + k_thread.x; i < end; i += p.scan_threads) raw = fmax(raw, l.x[i]);
       uint any = 0;
       group_best(raw, any, xs, ids, k_lane, k_simd, simds);
-      for (uint i = first + k_thread.x; i < end; i += p.scan_threads) sum += exp(l.x[i] - raw);
+      for (uint i = first + k_thread.x; i < end; i += p.scan_threads) sum += l.x[i] == negative_infinity() ? 0.0f : exp(l.x[i] - raw);
       sum = group_sum(sum, xs, k_lane, k_simd, simds);
       if (k_thread.x == 0) {
         out[P_RAW] = as_u(raw);
@@ -232,5 +232,40 @@ KERNEL(sample_bins, 256, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(
     tg_barrier();
     for (uint i = k_thread.x; i < 3 * BINS; i += p.scan_threads) out[i] = sums[i];
     if (k_thread.x < 2) partial[k_group.x * PARTIAL + P_FLOOR + k_thread.x] = sums[3 * BINS + k_thread.x];
+  }
+}
+
+// The end of a step that chooses no token: a thread a segment.
+KERNEL(finish_step, 32, IN(0, SegmentEntry, segments), OUT(1, SlotHeader, headers), ARGS(2, CountArgs, p))
+{
+  const uint i = k_group.x * 32 + k_thread.x;
+  if (i < p.count) {
+    DEVICE SlotHeader *header = headers + segments[i].slot;
+    header->position += segments[i].rows;
+    header->parity ^= 1;
+  }
+}
+
+// A threadgroup a row of logits: the log-probability of the given token, the most probable one and its.
+KERNEL(score_rows, 1024, IN(0, float, logits), IN(1, uint, targets), OUT(2, ScoreEntry, out), ARGS(3, SampleArgs, p))
+{
+  SHARED(float, xs, 32);
+  SHARED(uint, ids, 32);
+  const DEVICE float *x = logits + ulong(k_group.x) * p.vocab;
+  float best = negative_infinity(), sum = 0.0f;
+  uint id = NONE, nan = 0;
+  for (uint i = k_thread.x; i < p.vocab; i += p.pick_threads) {
+    if (id == NONE || x[i] > best) { best = x[i]; id = i; }
+    if (is_nan(x[i])) nan = 1;
+  }
+  if (is_nan(best)) best = negative_infinity();
+  group_best(best, id, xs, ids, k_lane, k_simd, p.pick_threads / 32);
+  for (uint i = k_thread.x; i < p.vocab; i += p.pick_threads) sum += exp(x[i] - best);
+  sum = group_sum(nan ? as_f(0x7fc00000u) : sum, xs, k_lane, k_simd, p.pick_threads / 32);
+  if (k_thread.x == 0) {
+    const uint target = targets[k_group.x];
+    out[k_group.x].logprob = (x[min(target, p.vocab - 1)] - best) - log(sum);
+    out[k_group.x].top1 = id;
+    out[k_group.x].top1_logprob = -log(sum);
   }
 }

@@ -1,9 +1,9 @@
-// The last stages of sampling: cuts, draw, the end of a step; and the scores of given tokens.
+// The last stage of sampling: cuts, draw, the end of the step.
 
 enum { LISTED = 512, FINE = 256 }; // tokens that are ranked one against another; ranges of a finer look
 
 // A position in the descending order of tokens: by logit, equal ones by id.
-FN uint logit_key(float x) // larger for larger logits; -0 and 0 are one
+FN uint order_key(float x) // larger for larger logits; -0 and 0 are one
 {
   const uint u = as_u(x == 0.0f ? 0.0f : x);
   return u & 0x80000000u ? ~u : u | 0x80000000u;
@@ -15,7 +15,7 @@ FN ulong shuffle_wide(ulong x, uint from) { return wide(simd_shuffle(uint(x), fr
 FN ulong simd_sums_wide(ulong x, uint lane)
 {
   for (uint d = 1; d < 32; d <<= 1) {
-    const ulong before = shuffle_wide(x, lane - d);
+    const ulong before = shuffle_wide(x, (lane - d) & 31);
     if (lane >= d) x += before;
   }
   return x;
@@ -65,11 +65,11 @@ struct Pick {
   TG uint *sums;  // counts, low and high words of the weights of BINS bins
   TG uint *fine;  // likewise of FINE ranges of one bin
   TG uint *list;  // keys, ids, low and high words of the weights of LISTED tokens
-  TG uint *words; // 0: length of a list, 1: token, 2 and 3: weights; 4 and 5: smallest and largest key, as taken below
+  TG uint *words; // 0: blocks listed, 1: tokens listed, 2: token, 3 and 4: weights
   TG uint *blocks;
   const DEVICE uint *bins; // of the segment, from sample_bins
   float best, scale;
-  uint vocab, block, block_count, lane, thread, threads;
+  uint vocab, block, block_count, lane, tid, threads;
 };
 
 // What is still looked at of a bin: tokens with these keys and ids, in the first `blocks` of the listed blocks.
@@ -84,7 +84,7 @@ FN bool visit(const THREAD Pick &k, const THREAD Logits &l, const THREAD Span &s
   if (id >= k.vocab || id < s.id_low || id > s.id_high) return false;
   const float x = logit(l, id);
   depth = depth_of(x, k.best, k.scale);
-  key = logit_key(x);
+  key = order_key(x);
   return depth != NONE && depth >> BIN_SHIFT == s.bin && key >= s.key_low && key <= s.key_high;
 }
 
@@ -101,18 +101,18 @@ FN uint fine_shift(uint x)
 FN uint narrow(const THREAD Pick &k, const THREAD Logits &l, THREAD Span &s, THREAD Place &f, ulong amount, bool by_count)
 {
   uint id, key, depth, low = NONE, high = 0;
-  for (uint j = k.thread; j < s.blocks * k.block; j += k.threads) {
+  for (uint j = k.tid; j < s.blocks * k.block; j += k.threads) {
     if (!visit(k, l, s, j, id, key, depth)) continue;
     low = min(low, key);
     high = max(high, key);
   }
   low = simd_min(low);
   high = simd_max(high);
-  for (uint i = k.thread; i < 3 * FINE; i += k.threads) k.fine[i] = 0;
+  for (uint i = k.tid; i < 3 * FINE; i += k.threads) k.fine[i] = 0;
   // A word of the list a simdgroup: nothing else is there yet.
   if (k.lane == 0) {
-    k.list[k.thread / 32] = low;
-    k.list[LISTED + k.thread / 32] = high;
+    k.list[k.tid / 32] = low;
+    k.list[LISTED + k.tid / 32] = high;
   }
   tg_barrier();
   const uint simds = k.threads / 32;
@@ -120,7 +120,7 @@ FN uint narrow(const THREAD Pick &k, const THREAD Logits &l, THREAD Span &s, THR
   s.key_high = simd_max(k.lane < simds ? k.list[LISTED + k.lane] : 0u);
   const bool by_key = s.key_low < s.key_high;
   const uint shift = fine_shift(by_key ? s.key_high - s.key_low : s.id_high - s.id_low);
-  for (uint j = k.thread; j < s.blocks * k.block; j += k.threads) {
+  for (uint j = k.tid; j < s.blocks * k.block; j += k.threads) {
     if (!visit(k, l, s, j, id, key, depth)) continue;
     const uint range = (by_key ? s.key_high - key : id - s.id_low) >> shift;
     tg_add(k.fine + range, 1u);
@@ -164,22 +164,19 @@ FN ulong prefix_end(const THREAD Pick &k, const THREAD Logits &l, ulong amount, 
   s.key_high = NONE;
   s.id_low = 0;
   s.id_high = k.vocab - 1;
-  if (k.thread == 0) k.words[0] = 0;
+  if (k.tid < 2) k.words[k.tid] = 0;
   tg_barrier();
-  for (uint b = k.thread; b < k.block_count; b += k.threads) {
+  for (uint b = k.tid; b < k.block_count; b += k.threads) {
     if (k.bins[ulong(b) * (3 * BINS) + s.bin] > 0) k.blocks[tg_add(k.words, 1u)] = b;
   }
   tg_barrier();
   s.blocks = k.words[0];
   uint left = k.sums[s.bin];
   while (left > LISTED) left = narrow(k, l, s, f, amount, by_count);
-  tg_barrier(); // all have read the number of blocks
-  if (k.thread == 0) k.words[0] = 0;
-  tg_barrier();
-  for (uint j = k.thread; j < s.blocks * k.block; j += k.threads) {
+  for (uint j = k.tid; j < s.blocks * k.block; j += k.threads) {
     uint id, key, depth;
     if (!visit(k, l, s, j, id, key, depth)) continue;
-    const uint at = tg_add(k.words, 1u);
+    const uint at = tg_add(k.words + 1, 1u);
     const ulong w = weight_of(depth);
     k.list[at] = key;
     k.list[LISTED + at] = id;
@@ -187,8 +184,8 @@ FN ulong prefix_end(const THREAD Pick &k, const THREAD Logits &l, ulong amount, 
     k.list[3 * LISTED + at] = uint(w >> 32);
   }
   tg_barrier();
-  const uint listed = k.words[0];
-  for (uint i = k.thread; i < listed; i += k.threads) {
+  const uint listed = k.words[1];
+  for (uint i = k.tid; i < listed; i += k.threads) {
     const uint key = k.list[i], id = k.list[LISTED + i];
     ulong before = f.before, weights = f.weights;
     for (uint j = 0; j < listed; j++) {
@@ -200,16 +197,14 @@ FN ulong prefix_end(const THREAD Pick &k, const THREAD Logits &l, ulong amount, 
     const ulong w = wide(k.list[2 * LISTED + i], k.list[3 * LISTED + i]);
     if (before < amount && before + (by_count ? ulong(1) : w) >= amount) { // one token's place
       weights += w;
-      k.words[1] = id;
-      k.words[2] = uint(weights);
-      k.words[3] = uint(weights >> 32);
+      k.words[2] = id;
+      k.words[3] = uint(weights);
+      k.words[4] = uint(weights >> 32);
     }
   }
   tg_barrier();
-  token = k.words[1];
-  const ulong weights = wide(k.words[2], k.words[3]);
-  tg_barrier(); // words and lists may be used again
-  return weights;
+  token = k.words[2];
+  return wide(k.words[3], k.words[4]);
 }
 
 // The upper half of a product of 128 bits.
@@ -238,10 +233,10 @@ FN ulong philox(uint k0, uint k1, uint c0, uint c1, uint c2, uint c3)
 // Cuts and draw.
 FN uint draw(const THREAD Pick &k, const THREAD Logits &l, const DEVICE SamplerEntry *e, const DEVICE uint *partials, uint generated)
 {
-  for (uint i = k.thread; i < 3 * BINS; i += k.threads) k.sums[i] = 0;
+  for (uint i = k.tid; i < 3 * BINS; i += k.threads) k.sums[i] = 0;
   tg_barrier();
   // Three threads a bin.
-  for (uint i = k.thread; i < 3 * BINS; i += k.threads) {
+  for (uint i = k.tid; i < 3 * BINS; i += k.threads) {
     uint count = 0;
     ulong w = 0;
     for (uint b = i / BINS; b < k.block_count; b += 3) {
@@ -264,16 +259,24 @@ FN uint draw(const THREAD Pick &k, const THREAD Logits &l, const DEVICE SamplerE
   floor = shuffle_wide(simd_sums_wide(floor, k.lane), 31);
   tokens = shuffle_wide(simd_sums_wide(tokens, k.lane), 31);
   total = shuffle_wide(simd_sums_wide(total, k.lane), 31);
+  // Each cut keeps a prefix of one order, so that the weights kept so far say all about those before. A loop, so that
+  // prefix_end stands in the code once: top-k, top-p, min-p and the draw.
   uint token = 0;
-  // Each cut keeps a prefix of one order, so that the weights kept so far say all about those before.
-  if (e->top_k > 0 && ulong(e->top_k) < tokens) total = prefix_end(k, l, e->top_k, true, token);
-  if (e->cut_top_p) {
-    const ulong bound = share(total, wide(e->top_p_low, e->top_p_high));
-    total = prefix_end(k, l, bound > 0 ? bound : 1, false, token);
+#pragma unroll 1
+  for (uint cut = 0; cut < 3; cut++) {
+    ulong amount = e->top_k;
+    if (cut == 0 && (e->top_k == 0 || amount >= tokens)) continue;
+    if (cut == 1) {
+      if (!e->cut_top_p) continue;
+      amount = share(total, wide(e->top_p_low, e->top_p_high));
+      amount = amount > 0 ? amount : 1;
+    }
+    if (cut == 2) {
+      if (floor < total) total = floor;
+      amount = share(total, philox(e->seed_low, e->choice, generated, 0, e->seed_high, 0)) + 1;
+    }
+    total = prefix_end(k, l, amount, cut == 0, token);
   }
-  if (floor < total) total = floor;
-  const ulong random = philox(e->seed_low, e->choice, generated, 0, e->seed_high, 0);
-  prefix_end(k, l, share(total, random) + 1, false, token);
   return token;
 }
 
@@ -285,22 +288,22 @@ FN void report(const THREAD Pick &k, const DEVICE float *raw, const DEVICE uint 
   largest = simd_max(largest);
   for (uint b = k.lane; b < k.block_count; b += 32) sum += as_f(partials[b * PARTIAL + P_SUM]) * exp(as_f(partials[b * PARTIAL + P_RAW]) - largest);
   const float log_sum = log(simd_sum(sum));
-  if (k.thread == 0) out->logprob = (raw[token] - largest) - log_sum;
+  if (k.tid == 0) out->logprob = (raw[token] - largest) - log_sum;
   float before = 0.0f;
   uint before_id = 0;
   for (uint n = 0; n < tops; n++) {
     float x = negative_infinity();
     uint at = NONE;
-    for (uint i = k.thread; i < k.block_count * tops; i += k.threads) {
+    for (uint i = k.tid; i < k.block_count * tops; i += k.threads) {
       const DEVICE uint *pair = partials + i / tops * PARTIAL + P_TOPS + 2 * (i % tops);
       const float y = as_f(pair[0]);
       if (pair[1] == NONE || (n > 0 && !behind(y, pair[1], before, before_id))) continue;
       if (at == NONE || behind(x, at, y, pair[1])) { x = y; at = pair[1]; }
     }
-    group_best(x, at, xs, ids, k.lane, k.thread / 32, k.threads / 32);
+    group_best(x, at, xs, ids, k.lane, k.tid / 32, k.threads / 32);
     before = x;
     before_id = at;
-    if (k.thread == 0) {
+    if (k.tid == 0) {
       out->top_ids[n] = at;
       out->top_logprobs[n] = (x - largest) - log_sum;
     }
@@ -313,7 +316,7 @@ KERNEL(sample_pick, 1024, IN(0, float, logits), IN(1, SamplerEntry, entries), IN
   SHARED(uint, sums, 3 * BINS);
   SHARED(uint, fine, 3 * FINE);
   SHARED(uint, list, 4 * LISTED);
-  SHARED(uint, words, 4);
+  SHARED(uint, words, 5);
   SHARED(uint, blocks, 64);
   SHARED(float, xs, 32);
   SHARED(uint, ids, 32);
@@ -333,7 +336,7 @@ KERNEL(sample_pick, 1024, IN(0, float, logits), IN(1, SamplerEntry, entries), IN
   k.block = p.block;
   k.block_count = p.blocks;
   k.lane = k_lane;
-  k.thread = k_thread.x;
+  k.tid = k_thread.x;
   k.threads = p.pick_threads;
   uint token = 0;
   bool chosen = false;
@@ -347,7 +350,6 @@ KERNEL(sample_pick, 1024, IN(0, float, logits), IN(1, SamplerEntry, entries), IN
     }
     if (chosen && e->tops != NONE) report(k, logits + ulong(e->row) * p.vocab, partial, token, min(e->tops, uint(TOPS)), results + segment, xs, ids);
   }
-  tg_barrier(); // all have read the header and the counts
   if (k_thread.x == 0) {
     results[segment].token = token;
     results[segment].status = chosen ? 0 : 1;
@@ -360,40 +362,5 @@ KERNEL(sample_pick, 1024, IN(0, float, logits), IN(1, SamplerEntry, entries), IN
       header->generated += 1;
       counts[ulong(slot) * p.vocab + token] += 1;
     }
-  }
-}
-
-// The end of a step that chooses no token: a thread a segment.
-KERNEL(finish_step, 32, IN(0, SegmentEntry, segments), OUT(1, SlotHeader, headers), ARGS(2, CountArgs, p))
-{
-  const uint i = k_group.x * 32 + k_thread.x;
-  if (i < p.count) {
-    DEVICE SlotHeader *header = headers + segments[i].slot;
-    header->position += segments[i].rows;
-    header->parity ^= 1;
-  }
-}
-
-// A threadgroup a row of logits: the log-probability of the given token, the most probable one and its.
-KERNEL(score_rows, 1024, IN(0, float, logits), IN(1, uint, targets), OUT(2, ScoreEntry, out), ARGS(3, SampleArgs, p))
-{
-  SHARED(float, xs, 32);
-  SHARED(uint, ids, 32);
-  const DEVICE float *x = logits + ulong(k_group.x) * p.vocab;
-  float best = negative_infinity(), sum = 0.0f;
-  uint id = NONE, nan = 0;
-  for (uint i = k_thread.x; i < p.vocab; i += p.pick_threads) {
-    if (id == NONE || x[i] > best) { best = x[i]; id = i; }
-    if (is_nan(x[i])) nan = 1;
-  }
-  if (is_nan(best)) best = negative_infinity();
-  group_best(best, id, xs, ids, k_lane, k_simd, p.pick_threads / 32);
-  for (uint i = k_thread.x; i < p.vocab; i += p.pick_threads) sum += exp(x[i] - best);
-  sum = group_sum(nan ? as_f(0x7fc00000u) : sum, xs, k_lane, k_simd, p.pick_threads / 32);
-  if (k_thread.x == 0) {
-    const uint target = targets[k_group.x];
-    out[k_group.x].logprob = (x[min(target, p.vocab - 1)] - best) - log(sum);
-    out[k_group.x].top1 = id;
-    out[k_group.x].top1_logprob = -log(sum);
   }
 }

@@ -7,11 +7,11 @@ pub fn argument_structs() -> String {
         common::declarations(),
         attention::declarations(),
         delta::declarations(),
-        gemv::declarations(),
         elementwise::declarations(),
         gemm::declarations(),
-        route::declarations(),
+        gemv::declarations(),
         moe::declarations(),
+        route::declarations(),
         sample::declarations(),
     ]
     .concat()

@@ -1,7 +1,6 @@
 //! Choosing the next token on the device, the end of a step, and scores of given tokens.
 
 use lily_ops::ElementType;
-
 use lily_ops::sample::{ONE, SampleParams, depth_scale};
 
 use crate::kernel_args;
