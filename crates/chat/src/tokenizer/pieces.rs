@@ -10,9 +10,9 @@ use super::Tokenizer;
 use crate::error::ChatError;
 
 /// Bytes of a piece from which on it is cut where it can be.
-const PIECE: usize = 1 << 20;
+const PIECE: usize = if cfg!(fuzzing) { 128 } else { 1 << 20 };
 /// Bytes that are taken whole where no cut is found.
-const LONGEST_PIECE: usize = 8 << 20;
+const LONGEST_PIECE: usize = if cfg!(fuzzing) { 512 } else { 8 << 20 };
 /// Bytes around a cut on which it is tested.
 const AROUND: usize = 64;
 
