@@ -1,7 +1,10 @@
-//! `a ~ b` as a call. minijinja's operator writes a list that doubles at each step without an end;
-//! Lily's function stops at the limit for one value, and writes floats and lists as Python does.
+//! `~` and `+` within limits. minijinja's `~` writes a list of any size as text, and its `+` copies
+//! a list that doubled many times.
+//!
+//! So `a ~ b` becomes a call, which stops at the limit for one value and writes floats and lists as
+//! Python does; the operands of `+` go through a call that refuses lists beyond reason.
 
-use minijinja::value::Rest;
+use minijinja::value::{Rest, ValueKind};
 use minijinja::{Error, Value};
 
 use crate::limits::{MAX_VALUE, long};
@@ -20,6 +23,24 @@ pub(crate) fn concat(values: Rest<Value>) -> Result<String, Error> {
         }
     }
     Ok(text)
+}
+
+/// Name of the function around operands of `+`.
+pub(crate) const ADDEND: &str = "__lily_addend";
+/// Items of a list that can be added to another one.
+const MAX_ADDEND: usize = 1 << 18;
+
+/// An operand of `+`.
+pub(crate) fn addend(value: Value) -> Result<Value, Error> {
+    if !matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable) {
+        return Ok(value);
+    }
+    match value.len() {
+        Some(len) if len > MAX_ADDEND => Err(long()),
+        // Sums of empty lists keep what they are sums of, so these could double unseen.
+        Some(0) if !value.is_tuple() => Ok(Value::from(Vec::<Value>::new())),
+        _ => Ok(value),
+    }
 }
 
 /// Words that end an operand, unless they name a test or an attribute.
@@ -51,34 +72,57 @@ enum Last {
     Is,
 }
 
-/// One bracket: operands joined so far.
+/// One bracket: the operand of `+` that is being read, which `~` may join of several.
 #[derive(Debug, Default)]
 struct Level {
-    /// Where the first operand of the chain begins.
+    /// Where it begins.
     start: Option<usize>,
     tildes: Vec<usize>,
+    /// Whether `+` stands before it.
+    added: bool,
 }
 
 impl Level {
-    /// Ends the chain before `end`.
-    fn flush(&mut self, body: &str, end: usize, edits: &mut Vec<(usize, usize, String)>) {
+    /// Ends the operand before `end`; `operator` stands there.
+    fn flush(&mut self, body: &str, end: usize, operator: u8, edits: &mut Vec<Edit>) {
         let tildes = std::mem::take(&mut self.tildes);
-        if let (Some(start), false) = (self.start.take(), tildes.is_empty()) {
-            let end = start + body[start..end].trim_end().len();
-            edits.push((start, start, format!("{CONCAT}(")));
-            edits.extend(tildes.into_iter().map(|at| (at, at + 1, ",".to_owned())));
-            edits.push((end, end, ")".to_owned()));
+        let added = std::mem::replace(&mut self.added, operator == b'+') || operator == b'+';
+        let Some(start) = self.start.take() else { return };
+        let text = body[start..end].trim_end();
+        let end = start + text.len();
+        let added = added && !is_literal(text);
+        if tildes.is_empty() && !added {
+            return;
         }
+        let join = if tildes.is_empty() { String::new() } else { format!("{CONCAT}(") };
+        let add = if added { format!("{ADDEND}(") } else { String::new() };
+        let closed = ")".repeat(usize::from(!tildes.is_empty()) + usize::from(added));
+        edits.push((start, start, add + &join));
+        edits.extend(tildes.into_iter().map(|at| (at, at + 1, ",".to_owned())));
+        edits.push((end, end, closed));
     }
 }
 
-/// The edits that make calls of all `~` in the body of a tag, as ranges of the body.
+/// Whether an operand is nothing but a text or a number.
+fn is_literal(text: &str) -> bool {
+    let quoted = |quote: char| {
+        text.strip_prefix(quote)
+            .and_then(|rest| rest.strip_suffix(quote))
+            .is_some_and(|inside| !inside.contains([quote, '\\']))
+    };
+    quoted('"') || quoted('\'') || text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// A range of a tag's body and what takes its place.
+type Edit = (usize, usize, String);
+
+/// The edits that make calls of all `~` and `+` in the body of a tag, as ranges of the body.
 ///
 /// `~` binds closer than `+` and comparisons, and less than `*`, filters and tests, so an operand
 /// reaches to the next of those or of `and`, `if`, a comma and their like at its own level.
-pub(crate) fn edits(body: &str, block: bool) -> Vec<(usize, usize, String)> {
+pub(crate) fn edits(body: &str, block: bool) -> Vec<Edit> {
     let (mut edits, mut levels) = (Vec::new(), vec![Level::default()]);
-    if !body.contains('~') {
+    if !body.contains(['~', '+']) {
         return edits;
     }
     let bytes = body.as_bytes();
@@ -103,7 +147,7 @@ pub(crate) fn edits(body: &str, block: bool) -> Vec<(usize, usize, String)> {
                 last = Last::Operator;
             }
             b')' | b']' | b'}' => {
-                level.flush(body, start, &mut edits);
+                level.flush(body, start, byte, &mut edits);
                 levels.pop();
                 last = Last::Operand;
             }
@@ -113,7 +157,7 @@ pub(crate) fn edits(body: &str, block: bool) -> Vec<(usize, usize, String)> {
             }
             b'.' | b'|' => last = Last::Selector,
             b'+' | b'-' if last == Last::Operand => {
-                level.flush(body, start, &mut edits);
+                level.flush(body, start, byte, &mut edits);
                 last = Last::Operator;
             }
             b'+' | b'-' => {
@@ -128,7 +172,7 @@ pub(crate) fn edits(body: &str, block: bool) -> Vec<(usize, usize, String)> {
                     ("is", Last::Operand) => Last::Is,
                     ("not", Last::Is) => Last::Is,
                     (word, Last::Operator | Last::Operand) if KEYWORDS.contains(&word) => {
-                        level.flush(body, start, &mut edits);
+                        level.flush(body, start, byte, &mut edits);
                         Last::Operator
                     }
                     _ => {
@@ -139,13 +183,13 @@ pub(crate) fn edits(body: &str, block: bool) -> Vec<(usize, usize, String)> {
             }
             // Commas, colons, `=` and comparisons.
             _ => {
-                level.flush(body, start, &mut edits);
+                level.flush(body, start, byte, &mut edits);
                 last = Last::Operator;
             }
         }
     }
     if let Some(level) = levels.last_mut() {
-        level.flush(body, body.len(), &mut edits);
+        level.flush(body, body.len(), 0, &mut edits);
     }
     edits
 }
@@ -181,7 +225,7 @@ mod tests {
             out += &text;
             done = end;
         }
-        (out + &body[done..]).replace(CONCAT, "C")
+        (out + &body[done..]).replace(CONCAT, "C").replace(ADDEND, "A")
     }
 
     #[test]
@@ -190,8 +234,12 @@ mod tests {
             ("a", "a"),
             ("a ~ b", "C(a , b)"),
             ("a~b ~c", "C(a,b ,c)"),
-            ("a + b ~ c - d", "a + C(b , c) - d"),
+            ("a + b ~ c - d", "A(a) + A(C(b , c)) - d"),
             ("-a ~ -b * 2 ~ 1e-5 ~ x", "C(-a , -b * 2 , 1e-5 , x)"),
+            ("a - b + c - d", "a - A(b) + A(c) - d"),
+            ("'a' + 1 + b | c + \"d\" + [e + 2]", "'a' + 1 + A(b | c) + \"d\" + A([A(e) + 2])"),
+            ("x == a + b and c", "x == A(a) + A(b) and c"),
+            ("f(a + +b, k=-c) + 'a'.b", "A(f(A(a) + A(+b), k=-c)) + A('a'.b)"),
             ("a ~ b == c ~ d", "C(a , b) == C(c , d)"),
             ("a ~ b if not c ~ d else e ~ f", "C(a , b) if not C(c , d) else C(e , f)"),
             ("'~' ~ \"a\\\"~\" ~ b", "C('~' , \"a\\\"~\" , b)"),

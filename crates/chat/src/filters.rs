@@ -72,6 +72,7 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
         });
     }
     // Jinja2 has none of these.
+    environment.remove_filter("chain");
     for name in ["startingwith", "endingwith"] {
         environment.remove_test(name);
     }
@@ -84,13 +85,15 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
         !value.is_none() && (value.is_undefined() || value.try_iter().is_ok())
     });
     environment.add_test("callable", |value: &Value| {
-        value.kind() == ValueKind::Plain || begins_with(value, "<macro ")
+        // Of lists, every item would be looked at.
+        value.kind() == ValueKind::Plain
+            || value.kind() == ValueKind::Map && begins_with(value, "<macro ")
     });
 }
 
 /// Lists and mappings among the arguments as Python's `str()` gives them, up to the limit.
 /// minijinja's own filters would write one that doubles at each step without an end.
-fn in_text(args: &[Value]) -> Result<Vec<Value>, Error> {
+pub(crate) fn in_text(args: &[Value]) -> Result<Vec<Value>, Error> {
     let text = |arg: &Value| match arg.kind() {
         ValueKind::Seq | ValueKind::Iterable | ValueKind::Map if !arg.is_kwargs() => {
             Ok(Value::from(str_of(arg)?))
@@ -148,7 +151,7 @@ fn to_json(value: &Value, positional: Rest<Value>, named: Kwargs) -> Result<Stri
     style.ensure_ascii = ascii.is_some_and(|ascii| ascii.is_true());
     style.sort_keys = sort.is_some_and(|sort| sort.is_true());
     if let Some(separators) = separators.filter(|separators| !separators.is_none()) {
-        let pair: Vec<Value> = separators.try_iter()?.collect();
+        let pair: Vec<Value> = separators.try_iter()?.take(3).collect();
         let [item, key] =
             <[Value; 2]>::try_from(pair).map_err(|_| wrong("tojson needs two separators"))?;
         (style.item_separator, style.key_separator) = (str_of(&item)?, str_of(&key)?);

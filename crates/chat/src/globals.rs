@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use minijinja::value::{Kwargs, Object, ObjectRepr, Rest, Tuple, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
-use crate::concat::{CONCAT, concat};
+use crate::concat::{ADDEND, CONCAT, addend, concat};
 use crate::namespace::namespace;
 use crate::pystr::wrong;
 use crate::pyvalue::str_of;
@@ -44,6 +44,7 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
         Ok(Value::from_object(Joiner { by, used: AtomicUsize::new(0) }))
     });
     environment.add_function(CONCAT, concat);
+    environment.add_function(ADDEND, addend);
     environment.add_function(VARIADIC, |wrapped: Value, names: Rest<String>| {
         Value::from_object(Variadic { wrapped, names: names.0 })
     });
@@ -61,11 +62,12 @@ pub(crate) fn strftime_at(unix_seconds: u64, format: &str) -> Result<String, Err
 }
 
 /// `dict(mapping or pairs, name=value…)`, always a new one.
-fn dict(from: Option<Value>, named: Kwargs) -> Result<Value, Error> {
+fn dict(state: &State, from: Option<Value>, named: Kwargs) -> Result<Value, Error> {
     let mut pairs = Vec::new();
     if let Some(from) = from {
         let is_map = from.kind() == ValueKind::Map;
         for item in from.try_iter()? {
+            state.consume_fuel(2)?;
             pairs.push(match is_map {
                 true => (item.clone(), from.get_item(&item)?),
                 false => (item.get_item_by_index(0)?, item.get_item_by_index(1)?),

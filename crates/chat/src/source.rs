@@ -9,7 +9,7 @@
 //! - A macro parameter whose default names an earlier parameter gets it inside the macro.
 //! - A slice `x[a:b:c]` becomes a call of [`pystr`](crate::pystr)'s own, which copies as Python does
 //!   and does not count marks.
-//! - `a ~ b` becomes a call of [`concat`](crate::concat)'s own, which stops at a limit.
+//! - `~` becomes a call, and the operands of `+` go through one: see [`concat`](crate::concat).
 //! - `{% set ns.x = … %}` becomes a call of [`namespace`](crate::namespace)'s own setter, which
 //!   limits how deep values nest. Compiling and dropping are recursive in minijinja too, hence
 //!   the limits on the source below.

@@ -29,6 +29,10 @@ fn sizes_are_limited() {
         "{{ [1] | batch(10000000000, 'x') | list }}",
         "{{ [1] | slice(10000000000, 'x') | list }}",
         "{{ 10 ** 1000000000 }}",
+        "{{ ([1] * 100000000000)[1:2] }}",
+        "{{ ([1] * 100000000000)[::-1] }}",
+        "{{ dict([[1, 2]] * 100000000000) }}",
+        "{{ {} | tojson(separators=[1] * 100000000000) }}",
         "{% set n = namespace(s='xy') %}{% for i in range(60) %}{% set n.s = n.s.replace('x', n.s) %}{% endfor %}",
         "{% set n = namespace(s='xy') %}{% for i in range(60) %}{% set n.s = n.s.join([n.s, n.s]) %}{% endfor %}",
         "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
@@ -165,6 +169,19 @@ fn doubled_values_are_never_written_out() {
         }
         let callable = format!("{set}{{{{ x is callable }}}}");
         assert_eq!(template(&callable).render(&user("x")).unwrap(), "False");
+    }
+    for step in ["x + x", "(x + x) + x", "x + []", "[] + x", "x + [1, 2]"] {
+        let set = |of: &str| {
+            format!("{{% set x = {of} %}}{}", format!("{{% set x = {step} %}}").repeat(60))
+        };
+        for of in ["[]", "'' | list", "[1]"] {
+            let source = format!("{}{{{{ x | length > 200 }}}}", set(of));
+            // Either they stay small, or they are stopped.
+            match template(&source).render(&user("x")) {
+                Ok(text) => assert_eq!(text, "False"),
+                Err(error) => assert!(matches!(error, ChatError::Limit { .. }), "{error}"),
+            }
+        }
     }
     // Texts that double are stopped before they are made.
     for step in ["x ~ x", "x + x", "x * 2", "[x, x] | join", "x.replace('w', x)"] {
