@@ -1,4 +1,5 @@
-//! Whole models on the shared GPU kernels, thread by thread on the host.
+//! Whole models on the shared GPU kernels: thread by thread on the host, or with LILY_GPU=cuda on the NVIDIA GPU of
+//! this machine.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,7 +8,7 @@ use lily_conformance::{Fixture, argmax_equal, max_abs, read_json};
 use lily_device::{
     Device, Input, Limits, Output, Program, Score, SegmentOut, SlotId, Step, StepError, Ticket,
 };
-use lily_gpu::{GpuDevice, Tuning};
+use lily_gpu::{Driver, GpuDevice, Tuning};
 use lily_model::{Model, Precision};
 use lily_ops::sample::SampleParams;
 use lily_softgpu::{Options, SoftDriver};
@@ -16,6 +17,11 @@ use serde_json::Value;
 const SLOT: SlotId = SlotId(0);
 
 fn device(tuning: Tuning) -> GpuDevice {
+    if std::env::var_os("LILY_GPU").is_some_and(|name| name == "cuda") {
+        let open = || lily_cuda::CudaDriver::open(lily_cuda::Options::default());
+        let profile = open().expect("an NVIDIA GPU").profile().clone();
+        return GpuDevice::new(profile, tuning, Box::new(move || Ok(Box::new(open()?))));
+    }
     let options = Options::default();
     let profile = options.profile.clone();
     GpuDevice::new(

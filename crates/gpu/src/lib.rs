@@ -9,6 +9,7 @@
 
 pub mod args;
 pub mod chains;
+pub mod conformance;
 pub mod device;
 pub mod driver;
 pub mod encode;

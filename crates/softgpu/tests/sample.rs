@@ -33,6 +33,7 @@ impl Draw {
             logits[id as usize] += value;
         }
         lily_ops::sample::sample(&mut logits, &self.params, &self.counts, u64::from(self.index))
+            .map(|sampled| sampled.id)
     }
 }
 
@@ -137,6 +138,7 @@ fn random(n: usize, round: u64) -> Draw {
             let allowed: Vec<bool> = (0..n).map(|_| unit.unit() < 0.7).collect();
             Arc::new(TokenMask::new(&allowed))
         }),
+        ..SampleParams::GREEDY
     };
     let some = |n: usize, unit: &mut Seeded| (unit.bits() as usize % n) as u32;
     let counts = (0..n / 3).map(|_| (some(n, &mut unit), unit.bits() % 5 + 1)).collect();
