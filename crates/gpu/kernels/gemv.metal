@@ -215,41 +215,62 @@ struct GemvPlace {
   uint tid, threads;
 };
 
-// Sums of R rows of weights with M rows of x, in every lane. The upper half of the R rows comes from b, starting over
-// at `first`, if `paired`. TILE columns of x fit into the tile. The whole threadgroup comes here together.
-template <uint F, uint R, uint M, uint TILE> FN void gemv_sums(const THREAD Rows &a, const THREAD Rows &b, bool paired, const THREAD GemvPlace &at, const THREAD GemvInput &in, TG uint *tile, THREAD float *acc)
+// The lane's row of weights number r; beyond the last one the last one.
+template <uint R> FN uint gemv_row(const THREAD GemvPlace &at, bool paired, uint r)
+{
+  return min(at.first + (paired && r >= R / 2 ? r - R / 2 : r) * at.beside, at.row_count - 1);
+}
+
+// Packet i of each of the lane's R rows. The upper half of them comes from b, starting over at `first`, if `paired`.
+template <uint F, uint R> FN void load_rows(const THREAD Rows &a, const THREAD Rows &b, bool paired, const THREAD GemvPlace &at, uint packets, uint i, THREAD uint *q, THREAD float *affine)
+{
+#pragma unroll
+  for (uint r = 0; r < R; r++) load_packet<F>(r < R / 2 ? a : b, gemv_row<R>(at, paired, r), packets, i, q + r * 8, affine + r * 2);
+}
+
+// Sums of R rows of weights with M rows of x, in every lane. TILE columns of x fit into the tile. The whole threadgroup
+// comes here together, once for each of its blocks of rows: `again` after the first time. q and affine hold the first
+// packets then; the next block's, `ahead` rows on, are left there, so that loads never pause; 0: there is no next one.
+template <uint F, uint R, uint M, uint TILE> FN void gemv_block(const THREAD Rows &a, const THREAD Rows &b, bool paired, const THREAD GemvPlace &at, bool again, uint ahead, const THREAD GemvInput &in, TG uint *tile, THREAD uint *q, THREAD float *affine, THREAD float *acc)
 {
   const uint elements = packet_elements<F>(), packets = in.cols / elements, stride = TILE / 2;
   const uint W = R * 8, A = R * 2;
-  uint q[W], ahead[W], row[R];
-  float affine[A], affine_ahead[A];
-#pragma unroll
-  for (uint r = 0; r < R; r++) {
-    row[r] = min(at.first + (paired && r >= R / 2 ? r - R / 2 : r) * at.beside, at.row_count - 1);
-    if (at.part < packets) load_packet<F>(r < R / 2 ? a : b, row[r], packets, at.part, q + r * 8, affine + r * 2);
-  }
+  uint q_next[W];
+  float affine_next[A];
+  GemvPlace next = at;
+  next.first += ahead;
+  if (!again && at.part < packets) load_rows<F, R>(a, b, paired, at, packets, at.part, q, affine);
 #pragma unroll
   for (uint i = 0; i < R * M; i++) acc[i] = 0.0f;
   for (uint first = 0; first < packets; first += TILE / elements) {
     const uint end = min(first + TILE / elements, packets);
-    if (first > 0) tg_barrier(); // the tile is read no more
-    stage_x<F>(in, first * elements, (end - first) * elements, at.lanes, tile, stride, at.tid, at.threads);
-    tg_barrier();
+    if (!again || in.cols > TILE) {
+      if (again || first > 0) tg_barrier(); // the tile is read no more
+      stage_x<F>(in, first * elements, (end - first) * elements, at.lanes, tile, stride, at.tid, at.threads);
+      tg_barrier();
+    }
     for (uint c = first; c < end; c += at.lanes) {
-      const uint next = c + at.lanes + at.part;
-      if (next < packets) {
-#pragma unroll
-        for (uint r = 0; r < R; r++) load_packet<F>(r < R / 2 ? a : b, row[r], packets, next, ahead + r * 8, affine_ahead + r * 2);
-      }
+      const uint i = c + at.lanes + at.part;
+      if (i < packets) load_rows<F, R>(a, b, paired, at, packets, i, q_next, affine_next);
+      else if (ahead > 0 && c + at.lanes >= packets && at.part < packets) load_rows<F, R>(a, b, paired, next, packets, at.part, q_next, affine_next);
       if (c + at.part < end)
         dot_packets<F, R, M>(q, affine, tile + ((c - first) * (elements / 8) + at.part) * 4, stride, at.lanes * 4, in.rows, acc);
 #pragma unroll
-      for (uint i = 0; i < R * 8; i++) q[i] = ahead[i];
+      for (uint w = 0; w < W; w++) q[w] = q_next[w];
 #pragma unroll
-      for (uint i = 0; i < R * 2; i++) affine[i] = affine_ahead[i];
+      for (uint w = 0; w < A; w++) affine[w] = affine_next[w];
     }
   }
   lanes_sum<R * M>(acc, at.lanes);
+}
+
+// The same for one block.
+template <uint F, uint R, uint M, uint TILE> FN void gemv_sums(const THREAD Rows &a, const THREAD Rows &b, bool paired, const THREAD GemvPlace &at, const THREAD GemvInput &in, TG uint *tile, THREAD float *acc)
+{
+  const uint W = R * 8, A = R * 2;
+  uint q[W];
+  float affine[A];
+  gemv_block<F, R, M, TILE>(a, b, paired, at, false, 0, in, tile, q, affine, acc);
 }
 
 enum { STORE_BF16 = 0, STORE_F32 = 1, ADD_TO = 2, GATED = 3 }; // GemvMatrix.epilogue
@@ -279,7 +300,7 @@ template <uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DE
     for (uint m = 0; m < p.rows; m++) square_shares((const DEVICE float *)x + ulong(m) * p.cols, p.cols, shares + m * 8, lane, simd, p.simds);
     tg_barrier();
   }
-  // The matrix, and the rows of it that are this simdgroup's.
+  // The matrix, and the rows of it that are this simdgroup's: `repeat` times as many as its lanes take at once.
   uint i = 0, first = 0;
   while (i + 1 < p.count && group >= p.matrices[i].end) first = p.matrices[i++].end;
   const bool paired = p.matrices[i].epilogue == GATED;
@@ -288,29 +309,36 @@ template <uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DE
   at.lanes = lanes;
   at.beside = 32 / lanes;
   at.part = lane & (lanes - 1);
-  at.first = ((group - first) * p.simds + simd) * each * at.beside + lane / lanes;
+  const uint block = p.simds * each * at.beside;
+  at.first = (group - first) * p.repeat * block + simd * each * at.beside + lane / lanes;
   at.row_count = p.matrices[i].weight.rows;
   at.tid = tid;
   at.threads = p.simds * 32;
   const Rows a = rows_of(slab, p.matrices[i].weight, 0);
   Rows b = a;
   if (paired) b = rows_of(slab, p.matrices[i].up, 0);
-  const uint N = R * M, format = p.matrices[i].weight.format;
-  float acc[N];
-  if (format == Q4) gemv_sums<Q4, R, M, TILE>(a, b, paired, at, in, tile, acc);
-  else if (format == Q8) gemv_sums<Q8, R, M, TILE>(a, b, paired, at, in, tile, acc);
-  else if (format == BF16) gemv_sums<BF16, R, M, TILE>(a, b, paired, at, in, tile, acc);
-  else gemv_sums<F32, R, M, TILE>(a, b, paired, at, in, tile, acc);
-  // Each lane of a row stores some of its results; all have them all.
   DEVICE uint *out = i == 0 ? out0 : i == 1 ? out1 : i == 2 ? out2 : i == 3 ? out3 : i == 4 ? out4 : out5;
+  const uint N = R * M, W = R * 8, A = R * 2, format = p.matrices[i].weight.format;
+  uint q[W];
+  float affine[A], acc[N];
+#pragma unroll 1
+  for (uint k = 0; k < p.repeat; k++) {
+    const uint ahead = k + 1 < p.repeat ? block : 0;
+    if (format == Q4) gemv_block<Q4, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, q, affine, acc);
+    else if (format == Q8) gemv_block<Q8, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, q, affine, acc);
+    else if (format == BF16) gemv_block<BF16, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, q, affine, acc);
+    else gemv_block<F32, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, q, affine, acc);
+    // Each lane of a row stores some of its results; all have them all.
 #pragma unroll
-  for (uint r = 0; r < R; r++) {
+    for (uint r = 0; r < R; r++) {
 #pragma unroll
-    for (uint m = 0; m < M; m++) {
-      const uint row = at.first + r * at.beside;
-      if (r >= each || m >= p.rows || row >= at.row_count || ((r * M + m) & (lanes - 1)) != at.part) continue;
-      gemv_store(out, residual, p.matrices[i].epilogue, ulong(m) * at.row_count + row, acc[r * M + m], acc[(r + R / 2) % R * M + m]);
+      for (uint m = 0; m < M; m++) {
+        const uint row = at.first + r * at.beside;
+        if (r >= each || m >= p.rows || row >= at.row_count || ((r * M + m) & (lanes - 1)) != at.part) continue;
+        gemv_store(out, residual, p.matrices[i].epilogue, ulong(m) * at.row_count + row, acc[r * M + m], acc[(r + R / 2) % R * M + m]);
+      }
     }
+    at.first += block;
   }
 }
 
