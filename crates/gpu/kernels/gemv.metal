@@ -37,7 +37,8 @@ template <bool SCALED, uint F, uint R, uint M, uint TILE> FN void gemv_block(con
   float affine_next[A];
   GemvPlace next = at;
   next.first += ahead;
-  if (!again && at.part < packets) load_rows<F, R>(a, b, paired, at, packets, at.part, q, affine);
+  const bool EARLY = M < 8 && F != F32; // more rows of x hide the loads, and f32 is rare: registers are scarce
+  if (EARLY && !again && at.part < packets) load_rows<F, R>(a, b, paired, at, packets, at.part, q, affine);
 #pragma unroll
   for (uint i = 0; i < R * M; i++) acc[i] = 0.0f;
   for (uint first = 0; first < packets; first += TILE / elements) {
@@ -50,17 +51,20 @@ template <bool SCALED, uint F, uint R, uint M, uint TILE> FN void gemv_block(con
     }
     for (uint c = first; c < end; c += at.lanes) {
       const uint i = c + at.lanes + at.part;
-      if (i < packets) load_rows<F, R>(a, b, paired, at, packets, i, q_next, affine_next);
-      else if (ahead > 0 && c + at.lanes >= packets && at.part < packets) load_rows<F, R>(a, b, paired, next, packets, at.part, q_next, affine_next);
+      if (!EARLY && c + at.part < packets) load_rows<F, R>(a, b, paired, at, packets, c + at.part, q, affine);
+      if (EARLY && i < packets) load_rows<F, R>(a, b, paired, at, packets, i, q_next, affine_next);
+      else if (EARLY && ahead > 0 && c + at.lanes >= packets && at.part < packets) load_rows<F, R>(a, b, paired, next, packets, at.part, q_next, affine_next);
       if (c + at.part < end) {
         const uint packet = c - first + at.part, piece = (c - first) * (elements / 8) + at.part;
         if (SCALED) dot_scaled<F, R, M>(q, affine, (const TG float *)tile + (piece + (c - first) * (elements / 8)) * 4, TILE, at.lanes * 4, sums + packet * (elements / 8), TILE / 8, in.rows, acc);
         else dot_packets<F, R, M>(q, affine, tile + piece * 4, stride, at.lanes * 4, in.rows, acc);
       }
+      if (EARLY) {
 #pragma unroll
-      for (uint w = 0; w < W; w++) q[w] = q_next[w];
+        for (uint w = 0; w < W; w++) q[w] = q_next[w];
 #pragma unroll
-      for (uint w = 0; w < A; w++) affine[w] = affine_next[w];
+        for (uint w = 0; w < A; w++) affine[w] = affine_next[w];
+      }
     }
   }
   lanes_sum<R * M>(acc, at.lanes);
@@ -144,9 +148,10 @@ template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint
   }
 }
 
-// M rows of x at most, R rows of weights a lane, TILE columns of x at a time, as f32 if SCALED.
+// M rows of x at most, R rows of weights a lane, TILE columns of x at a time, as f32 if SCALED. Threadgroups have 256 threads at
+// most; twice as many are declared, so that compilers leave registers for two threadgroups a core.
 #define GEMV(name, SCALED, M, R, TILE)                                                                                 \
-  KERNEL(name, 256, IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2), \
+  KERNEL(name, 512, IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2), \
          OUT(6, uint, out3), OUT(7, uint, out4), OUT(8, uint, out5), IN(9, float, residual), ARGS(10, GemvArgs, p))        \
   {                                                                                                                    \
     SHARED(uint, tile, M * TILE / (SCALED ? 1 : 2));                                                                   \

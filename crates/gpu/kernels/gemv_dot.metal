@@ -129,8 +129,42 @@ template <uint F, uint R, uint M> FN void dot_packets(THREAD uint *q, const THRE
 }
 
 // The same for few rows, where decoding counts: codes are taken where they lie, as numbers that many powers of two too
-// large, and x waits as f32 that many too small. The same bits come of it. sums: of each piece of x.
-template <uint F, uint R, uint M> FN void dot_scaled(const THREAD uint *q, const THREAD float *affine, const TG float *x, uint stride, uint step, const TG float *sums, uint sums_stride, uint rows, THREAD float *acc)
+// large, and x waits as f32 that many too small. The same bits come of it.
+// Piece j of the packets.
+template <uint F, uint R, uint M> FN void dot8_scaled(const THREAD uint *q, uint j, const TG float *x, uint stride, uint step, uint rows, THREAD float *dot)
+{
+#pragma unroll
+  for (uint m = 0; m < M; m++) {
+    if (M > 1 && m >= rows) continue;
+    const float4 a = load4(x + m * stride), b = load4(x + m * stride + step);
+    const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (uint r = 0; r < R; r++) {
+      float w[8];
+      if (F == Q4) {
+        const uint low = q[r * 8 + j], high = low >> 20;
+#pragma unroll
+        for (uint e = 0; e < 5; e++) w[e] = code_number(low & (15u << (4 * e)));
+#pragma unroll
+        for (uint e = 5; e < 8; e++) w[e] = code_number(high & (15u << (4 * e - 20)));
+      } else if (F == Q8) {
+#pragma unroll
+        for (uint h = 0; h < 4; h++) {
+          const uint pair = q[r * 8 + 2 * j + h / 2] >> (h % 2 * 16);
+          w[2 * h] = code_number(pair & 0xffu);
+          w[2 * h + 1] = code_number(pair & 0xff00u);
+        }
+      } else {
+        decode8<F>(q + r * 8, j, w);
+      }
+#pragma unroll
+      for (uint e = 0; e < 8; e++) dot[r * M + m] = fma(w[e], v[e], dot[r * M + m]);
+    }
+  }
+}
+
+// All pieces of them. sums: of each piece of x.
+template <uint F, uint R, uint M> FN void dot_scaled(THREAD uint *q, const THREAD float *affine, const TG float *x, uint stride, uint step, const TG float *sums, uint sums_stride, uint rows, THREAD float *acc)
 {
   const uint N = R * M, pieces = packet_elements<F>() / 8;
   const bool coded = F == Q4 || F == Q8;
@@ -138,36 +172,7 @@ template <uint F, uint R, uint M> FN void dot_scaled(const THREAD uint *q, const
 #pragma unroll
   for (uint i = 0; i < N; i++) dot[i] = 0.0f;
 #pragma unroll
-  for (uint j = 0; j < pieces; j++) {
-#pragma unroll
-    for (uint m = 0; m < M; m++) {
-      if (M > 1 && m >= rows) continue;
-      const float4 a = load4(x + m * stride + 2 * j * step), b = load4(x + m * stride + (2 * j + 1) * step);
-      const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (uint r = 0; r < R; r++) {
-        float w[8];
-        if (F == Q4) {
-          const uint low = q[r * 8 + j], high = low >> 20;
-#pragma unroll
-          for (uint e = 0; e < 5; e++) w[e] = code_number(low & (15u << (4 * e)));
-#pragma unroll
-          for (uint e = 5; e < 8; e++) w[e] = code_number(high & (15u << (4 * e - 20)));
-        } else if (F == Q8) {
-#pragma unroll
-          for (uint h = 0; h < 4; h++) {
-            const uint pair = q[r * 8 + 2 * j + h / 2] >> (h % 2 * 16);
-            w[2 * h] = code_number(pair & 0xffu);
-            w[2 * h + 1] = code_number(pair & 0xff00u);
-          }
-        } else {
-          decode8<F>(q + r * 8, j, w);
-        }
-#pragma unroll
-        for (uint e = 0; e < 8; e++) dot[r * M + m] = fma(w[e], v[e], dot[r * M + m]);
-      }
-    }
-  }
+  for (uint j = 0; j < pieces; j++) dot8_scaled<F, R, M>(q, j, x + 2 * j * step, stride, step, rows, dot);
 #pragma unroll
   for (uint m = 0; m < M; m++) {
     float sum = 0.0f;
