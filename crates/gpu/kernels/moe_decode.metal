@@ -27,8 +27,8 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   const Rows a = rows_of(a_slab, p.a, expert);
   Rows b = a;
   if (paired) b = rows_of(b_slab, p.b, expert);
-  float acc[R], inverse[1] = {0.0f};
-  gemv_sums<F, R, 1, TILE>(a, b, paired, at, in, inverse, tile, acc);
+  float acc[R];
+  gemv_sums<F, R, 1, TILE>(a, b, paired, at, in, tile, acc);
 #pragma unroll
   for (uint r = 0; r < R; r++) {
     const uint row = at.first + r * at.beside;
@@ -81,11 +81,10 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   in.normed = false;
   in.cols = p.k * p.down.cols;
   in.rows = 1;
-  const float inverse[1] = {0.0f};
-  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, tile, 0, tid, 256);
+  stage_x<F>(in, 0, in.cols, p.lanes, tile, 0, tid, 256);
   in.x = shared_x;
   in.cols = p.shared_down.cols;
-  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, shared_tile, 0, tid, 256);
+  stage_x<F>(in, 0, in.cols, p.lanes, shared_tile, 0, tid, 256);
   tg_barrier();
   float sum = 0.0f;
   for (uint first = 0; first < p.k; first += 8)
@@ -106,7 +105,8 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
     dot_packets<F, 1, 1>(shared_q, shared_affine, shared_tile + ((i - part) * (elements / 8) + part) * 4, 0, p.lanes * 4, 1, dot);
     sum = fma(gate, dot[0], sum);
   }
-  return lanes_sum(sum, p.lanes);
+  lanes_sum<1>(&sum, p.lanes);
+  return sum;
 }
 
 // out = residual + the experts' weighted sum: their down projections, routing weights, the shared expert and its gate.

@@ -18,8 +18,12 @@ void store4(DEVICE float *p, float a, float b, float c, float d);
 uint4 load4(const TG uint *p);
 void store4(DEVICE uint *p, uint a, uint b, uint c, uint d);
 void store4(TG uint *p, uint a, uint b, uint c, uint d);
+void store4(TG float *p, float a, float b, float c, float d);
 void store2(DEVICE uint *p, uint a, uint b);
 uint pack2(float lo, float hi);
+float code_number(uint x);
+#define CODE_UP 1.0f
+#define CODE_DOWN 1.0f
 uint tg_add(TG uint *p, uint x);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name

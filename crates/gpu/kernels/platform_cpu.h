@@ -37,6 +37,10 @@ inline void store4(float *p, float a, float b, float c, float d) { p[0] = a; p[1
 inline void store4(uint *p, uint a, uint b, uint c, uint d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
 inline void store2(uint *p, uint a, uint b) { p[0] = a; p[1] = b; }
 inline uint pack2(float lo, float hi) { return uint(to_bf16(lo).u) | uint(to_bf16(hi).u) << 16; }
+// See platform_cuda.h: there a number of few digits is not converted.
+inline float code_number(uint x) { return float(x); }
+#define CODE_UP 1.0f
+#define CODE_DOWN 1.0f
 inline uint tg_add(uint *p, uint x) { return __atomic_fetch_add(p, x, __ATOMIC_RELAXED); }
 #define IN(i, T, name)   const T *name
 #define OUT(i, T, name)  T *name

@@ -32,9 +32,14 @@ FN uint2 load2(device const uint *p) { return *(device const uint2 *)p; }
 FN void store4(device float *p, float a, float b, float c, float d) { *(device float4 *)p = float4(a, b, c, d); }
 FN uint4 load4(threadgroup const uint *p) { return *(threadgroup const uint4 *)p; }
 FN void store4(device uint *p, uint a, uint b, uint c, uint d) { *(device uint4 *)p = uint4(a, b, c, d); }
+FN void store4(threadgroup float *p, float a, float b, float c, float d) { *(threadgroup float4 *)p = float4(a, b, c, d); }
 FN void store4(threadgroup uint *p, uint a, uint b, uint c, uint d) { *(threadgroup uint4 *)p = uint4(a, b, c, d); }
 FN void store2(device uint *p, uint a, uint b) { *(device uint2 *)p = uint2(a, b); }
 FN uint pack2(float lo, float hi) { return as_type<uint>(bfloat2(bfloat(lo), bfloat(hi))); }
+// See platform_cuda.h: there a number of few digits is not converted.
+FN float code_number(uint x) { return float(x); }
+#define CODE_UP 1.0f
+#define CODE_DOWN 1.0f
 FN uint tg_add(threadgroup uint *p, uint x) { return atomic_fetch_add_explicit((threadgroup atomic_uint *)p, x, memory_order_relaxed); }
 FN uint simd_exclusive_sum(uint x) { return simd_prefix_exclusive_sum(x); }
 #define tg_barrier() threadgroup_barrier(mem_flags::mem_threadgroup)

@@ -3,7 +3,7 @@
 enum { LISTED = 512, FINE = 256 }; // tokens that are ranked one against another; ranges of a finer look
 
 // A position in the descending order of tokens: by logit, equal ones by id.
-FN uint order_key(float x) // larger for larger logits; -0 and 0 are one
+FN uint logit_order(float x) // larger for larger logits; -0 and 0 are one
 {
   const uint u = as_u(x == 0.0f ? 0.0f : x);
   return u & 0x80000000u ? ~u : u | 0x80000000u;
@@ -84,7 +84,7 @@ FN bool visit(const THREAD Pick &k, const THREAD Logits &l, const THREAD Span &s
   if (id >= k.vocab || id < s.id_low || id > s.id_high) return false;
   const float x = logit(l, id);
   depth = depth_of(x, k.best, k.scale);
-  key = order_key(x);
+  key = logit_order(x);
   return depth != NONE && depth >> BIN_SHIFT == s.bin && key >= s.key_low && key <= s.key_high;
 }
 

@@ -106,6 +106,7 @@ const PLATFORMS: [(&str, &str); 4] = [
 /// The kernel files, in the order they stand in a text.
 pub const FILES: &[(&str, &str)] = &[
     kernel_file!("common.metal"),
+    kernel_file!("gemv_dot.metal"),
     kernel_file!("gemv.metal"),
     kernel_file!("elementwise.metal"),
     kernel_file!("tile_load.metal"),

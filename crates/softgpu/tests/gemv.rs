@@ -92,6 +92,39 @@ fn bits_depend_on_the_row_and_the_matrix_alone() {
     }
 }
 
+/// Threadgroups that take many blocks of rows, with x staged once and in tiles.
+#[test]
+fn many_blocks_of_rows() {
+    for (cols, rows) in [(1024, 1), (1024, 8), (2112, 5)] {
+        let mut rng = Seeded::new(&format!("many {cols} {rows}"));
+        let specs: Vec<_> =
+            [(Q4, 1001), (Q8, 300), (F32, 130)].map(|(f, n)| weight(&mut rng, f, n, cols)).into();
+        let x: Vec<f32> = rng.activations(rows * cols, 1.5).into_iter().map(bf16).collect();
+        let mut rig = Rig::new(7, "softgpu");
+        rig.driver = lily_softgpu::SoftDriver::new(lily_softgpu::Options {
+            // One core: everything is one wave of it.
+            profile: lily_gpu::Profile { cores: 1, ..lily_gpu::Profile::named("softgpu").unwrap() },
+            ..lily_softgpu::Options::default()
+        });
+        let weights = rig.weights(&specs);
+        let input = GemvInput { x: rig.bf16(&x), norm: None, rows: rows as u32 };
+        let outs: Vec<Operand> =
+            specs.iter().map(|(s, _)| rig.room(ElementType::F32, rows * s.rows)).collect();
+        let outputs: Vec<GemvOutput> =
+            weights.iter().zip(&outs).map(|(w, o)| store(w, *o)).collect();
+        rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
+        for ((spec, w), out) in specs.iter().zip(&outs) {
+            let got = rig.get_f32(*out, rows * spec.rows);
+            close(
+                &format!("{cols} columns, {} rows", spec.rows),
+                &got,
+                &product(spec, w, &x),
+                2e-5,
+            );
+        }
+    }
+}
+
 /// The norm in front, the sum behind and the gated pair have the bits of the kernels that they replace.
 #[test]
 fn fused_forms_have_the_bits_of_the_chain() {

@@ -30,6 +30,8 @@ kernel_args! {
         cols: u32,
         /// Simdgroups of a threadgroup.
         simds: u32,
+        /// Blocks of rows that a threadgroup takes one after another.
+        repeat: u32,
         /// Matrices.
         count: u32,
         /// Whether x is the residual stream, to be normalized.
@@ -94,6 +96,8 @@ pub struct Policy {
     pub rows: u32,
     /// Simdgroups of a threadgroup.
     pub simds: u32,
+    /// Blocks of rows that a threadgroup takes one after another.
+    pub repeat: u32,
 }
 
 /// Kernels by rows of x at most and rows of weights a lane.
@@ -133,8 +137,13 @@ pub fn policy(profile: &Profile, x_rows: u32, simdgroups: u32) -> Policy {
     // Large threadgroups share x; small ones spread over all cores.
     let total = simdgroups.div_ceil(rows);
     let simds = [8, 4].into_iter().find(|s| total / s >= 2 * profile.cores).unwrap_or(2);
-    Policy { kernel, rows, simds }
+    // One wave: threadgroups that stay load x once, and the next rows while they work.
+    let resident = profile.cores * (profile.threads_per_core / RESIDENT_SHARE / 32);
+    Policy { kernel, rows, simds, repeat: total.div_ceil(resident).max(1) }
 }
+
+/// A core's threads divided by those of a GEMV that it runs at once, whose registers are many.
+const RESIDENT_SHARE: u32 = 4;
 
 /// Simdgroups of a core below which lanes take fewer rows at once.
 const SIMDGROUPS_PER_CORE: u32 = 6;
@@ -178,6 +187,7 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
         rows,
         cols,
         simds: policy.simds,
+        repeat: policy.repeat,
         count: outputs.len() as u32,
         normed: u32::from(norm.is_some()),
         norm: norm.map_or(0, |(w, _)| w.matrix.codes),
@@ -226,7 +236,7 @@ fn matrix_entry(output: &GemvOutput, policy: Policy, end: &mut u32) -> GemvMatri
     };
     let lanes = lanes(&weight);
     let block = policy.rows / members(output) * policy.simds * (32 / lanes);
-    *end += weight.rows.div_ceil(block);
+    *end += weight.rows.div_ceil(block * policy.repeat);
     GemvMatrix { weight, up, end: *end, epilogue, lanes }
 }
 
@@ -256,23 +266,23 @@ mod tests {
         // Rows of weights a lane works on at once, and simdgroups of a threadgroup, of the real model's launches.
         let table = [
             // 12,352 rows of 2048: enough for four rows a lane on any device.
-            ("h200", 1, 12_352, "gemv_1x4", 8),
-            ("m4-max", 1, 12_352, "gemv_1x4", 8),
+            ("h200", 1, 12_352, "gemv_1x4", 8, 2),
+            ("m4-max", 1, 12_352, "gemv_1x4", 8, 10),
             // 2048 rows of 4096: two rows, or 132 cores would have four simdgroups each.
-            ("h200", 1, 2048, "gemv_1x2", 2),
-            ("m4-max", 1, 2048, "gemv_1x4", 4),
+            ("h200", 1, 2048, "gemv_1x2", 2, 1),
+            ("m4-max", 1, 2048, "gemv_1x4", 4, 2),
             // A router and a shared expert.
-            ("h200", 1, 1281, "gemv_1x2", 2),
+            ("h200", 1, 1281, "gemv_1x2", 2, 1),
             // More rows of x take the next larger kernel.
-            ("h200", 2, 12_352, "gemv_2x2", 8),
-            ("h200", 3, 12_352, "gemv_4x2", 8),
-            ("h200", 5, 2048, "gemv_8x2", 2),
-            ("h200", 8, 248_320, "gemv_8x2", 8),
+            ("h200", 2, 12_352, "gemv_2x2", 8, 3),
+            ("h200", 3, 12_352, "gemv_4x2", 8, 3),
+            ("h200", 5, 2048, "gemv_8x2", 2, 1),
+            ("h200", 8, 248_320, "gemv_8x2", 8, 59),
         ];
-        for (device, rows, simdgroups, kernel, simds) in table {
+        for (device, rows, simdgroups, kernel, simds, repeat) in table {
             let profile = Profile::named(device).unwrap();
             let got = policy(&profile, rows, simdgroups);
-            let want = Policy { kernel, simds, rows: got.rows };
+            let want = Policy { kernel, simds, repeat, rows: got.rows };
             assert_eq!(got, want, "{device}, {rows} rows, {simdgroups} simdgroups");
             assert!(kernel.ends_with(&got.rows.to_string()));
         }

@@ -1,0 +1,307 @@
+// What a product with few rows of x is made of: packets of weights, x in threadgroup memory, their products. See gemv.metal.
+
+enum { Q4 = 0, Q8 = 1, BF16 = 2, F32 = 3 }; // Matrix.format
+
+// Elements of a packet, and words of it.
+template <uint F> FN uint packet_elements() { return F == Q4 ? 32u : F == Q8 ? 16u : 8u; }
+template <uint F> FN uint packet_words() { return F == F32 ? 8u : 4u; }
+
+// Elements 8j to 8j + 7 of a packet, exact; of a quantized one the codes. A code or'ed into the mantissa of a power of
+// two whose last digit stands where the code lies is that power plus the code: cheaper than a conversion.
+template <uint F> FN void decode8(const THREAD uint *q, uint j, THREAD float *w)
+{
+  if (F == Q4) {
+    const uint low = q[j], high = low >> 20;
+    w[0] = as_f((low & 0xfu) | 0x4b000000u) - 8388608.0f;
+    w[1] = as_f((low & 0xf0u) | 0x49000000u) - 524288.0f;
+    w[2] = as_f((low & 0xf00u) | 0x47000000u) - 32768.0f;
+    w[3] = as_f((low & 0xf000u) | 0x45000000u) - 2048.0f;
+    w[4] = as_f((low & 0xf0000u) | 0x43000000u) - 128.0f;
+    w[5] = as_f((high & 0xfu) | 0x4b000000u) - 8388608.0f;
+    w[6] = as_f((high & 0xf0u) | 0x49000000u) - 524288.0f;
+    w[7] = as_f((high & 0xf00u) | 0x47000000u) - 32768.0f;
+  } else if (F == Q8) {
+#pragma unroll
+    for (uint h = 0; h < 4; h++) {
+      const uint pair = q[2 * j + h / 2] >> (h % 2 * 16);
+      w[2 * h] = as_f((pair & 0xffu) | 0x4b000000u) - 8388608.0f;
+      w[2 * h + 1] = as_f((pair & 0xff00u) | 0x47000000u) - 32768.0f;
+    }
+  } else if (F == BF16) {
+#pragma unroll
+    for (uint h = 0; h < 4; h++) {
+      w[2 * h] = bf16_low(q[h]);
+      w[2 * h + 1] = bf16_high(q[h]);
+    }
+  } else {
+#pragma unroll
+    for (uint h = 0; h < 8; h++) w[h] = as_f(q[h]);
+  }
+}
+
+// One of the stacked matrices of a weight.
+struct Rows {
+  const DEVICE uint *codes;
+  const DEVICE bf16 *scales, *biases;
+};
+
+FN Rows rows_of(const DEVICE uint *slab, CONSTANT Matrix &m, uint matrix)
+{
+  Rows w;
+  w.codes = slab_words(slab, m.codes) + ulong(matrix) * m.codes_stride * 4;
+  w.scales = slab_bf16(slab, m.scales) + ulong(matrix) * m.scales_stride * 8;
+  w.biases = slab_bf16(slab, m.biases) + ulong(matrix) * m.scales_stride * 8;
+  return w;
+}
+
+// Packet i of row `row`, which has `packets`: its words, and its group's scale and bias.
+template <uint F> FN void load_packet(const THREAD Rows &w, uint row, uint packets, uint i, THREAD uint *q, THREAD float *affine)
+{
+  const DEVICE uint *p = w.codes + ulong(row * packets + i) * packet_words<F>();
+  const uint4 a = load4(p);
+  q[0] = a.x; q[1] = a.y; q[2] = a.z; q[3] = a.w;
+  if (F == F32) {
+    const uint4 b = load4(p + 4);
+    q[4] = b.x; q[5] = b.y; q[6] = b.z; q[7] = b.w;
+  }
+  if (F == Q4 || F == Q8) {
+    const uint each = GROUP / packet_elements<F>();
+    const uint g = row * (packets / each) + i / each;
+    affine[0] = f32(w.scales[g]);
+    affine[1] = f32(w.biases[g]);
+  }
+}
+
+// Adds the products of 8 elements of R rows of weights with M rows of x to dot[r * M + m], and x to sum[m].
+template <uint F, uint R, uint M> FN void dot8(const THREAD uint *q, uint j, const TG uint *x, uint stride, uint rows, THREAD float *dot, THREAD float *sum)
+{
+  const uint W = R * 8;
+  float w[W];
+#pragma unroll
+  for (uint r = 0; r < R; r++) decode8<F>(q + r * 8, j, w + r * 8);
+#pragma unroll
+  for (uint m = 0; m < M; m++) {
+    if (M > 1 && m >= rows) continue;
+    const uint4 u = load4(x + m * stride);
+    const float v[8] = {bf16_low(u.x), bf16_high(u.x), bf16_low(u.y), bf16_high(u.y), bf16_low(u.z), bf16_high(u.z), bf16_low(u.w), bf16_high(u.w)};
+    if (F == Q4 || F == Q8) sum[m] += ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+#pragma unroll
+    for (uint r = 0; r < R; r++) {
+#pragma unroll
+      for (uint e = 0; e < 8; e++) dot[r * M + m] = fma(w[r * 8 + e], v[e], dot[r * M + m]);
+    }
+  }
+}
+
+// Adds the products of R packets of weights with M rows of x to acc[r * M + m]. x: the lane's packet in threadgroup
+// memory, in pieces of 8 bf16 that lie `step` words apart, rows of it `stride` words apart; `rows` of the M are there.
+// q: 8 words a packet, used up; affine: scale and bias of each.
+template <uint F, uint R, uint M> FN void dot_packets(THREAD uint *q, const THREAD float *affine, const TG uint *x, uint stride, uint step, uint rows, THREAD float *acc)
+{
+  const uint N = R * M, pieces = packet_elements<F>() / 8, words = packet_words<F>() / pieces;
+  float dot[N], sum[M];
+#pragma unroll
+  for (uint i = 0; i < N; i++) dot[i] = 0.0f;
+#pragma unroll
+  for (uint m = 0; m < M; m++) sum[m] = 0.0f;
+  if (M < 4) {
+#pragma unroll
+    for (uint j = 0; j < pieces; j++) dot8<F, R, M>(q, j, x + j * step, stride, rows, dot, sum);
+  } else { // a loop, or compilers take long; the next words move to the front, so that registers have fixed names
+#pragma unroll 1
+    for (uint j = 0; j < pieces; j++) {
+      dot8<F, R, M>(q, 0, x + j * step, stride, rows, dot, sum);
+#pragma unroll
+      for (uint r = 0; r < R; r++) {
+#pragma unroll
+        for (uint i = 0; i + words < 4; i++) q[r * 8 + i] = q[r * 8 + i + words];
+      }
+    }
+  }
+#pragma unroll
+  for (uint r = 0; r < R; r++) {
+#pragma unroll
+    for (uint m = 0; m < M; m++) {
+      const uint i = r * M + m;
+      acc[i] = F == Q4 || F == Q8 ? fma(affine[2 * r], dot[i], fma(affine[2 * r + 1], sum[m], acc[i])) : acc[i] + dot[i];
+    }
+  }
+}
+
+// The same for few rows, where decoding counts: codes are taken where they lie, as numbers that many powers of two too
+// large, and x waits as f32 that many too small. The same bits come of it.
+// Piece j of the packets.
+template <uint F, uint R, uint M> FN void dot8_scaled(const THREAD uint *q, uint j, const TG float *x, uint stride, uint step, uint rows, THREAD float *dot)
+{
+#pragma unroll
+  for (uint m = 0; m < M; m++) {
+    if (M > 1 && m >= rows) continue;
+    const float4 a = load4(x + m * stride), b = load4(x + m * stride + step);
+    const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (uint r = 0; r < R; r++) {
+      float w[8];
+      if (F == Q4) {
+        const uint low = q[r * 8 + j], high = low >> 20;
+#pragma unroll
+        for (uint e = 0; e < 5; e++) w[e] = code_number(low & (15u << (4 * e)));
+#pragma unroll
+        for (uint e = 5; e < 8; e++) w[e] = code_number(high & (15u << (4 * e - 20)));
+      } else if (F == Q8) {
+#pragma unroll
+        for (uint h = 0; h < 4; h++) {
+          const uint pair = q[r * 8 + 2 * j + h / 2] >> (h % 2 * 16);
+          w[2 * h] = code_number(pair & 0xffu);
+          w[2 * h + 1] = code_number(pair & 0xff00u);
+        }
+      } else {
+        decode8<F>(q + r * 8, j, w);
+      }
+#pragma unroll
+      for (uint e = 0; e < 8; e++) dot[r * M + m] = fma(w[e], v[e], dot[r * M + m]);
+    }
+  }
+}
+
+// All pieces of them. sums: of each piece of x.
+template <uint F, uint R, uint M> FN void dot_scaled(THREAD uint *q, const THREAD float *affine, const TG float *x, uint stride, uint step, const TG float *sums, uint sums_stride, uint rows, THREAD float *acc)
+{
+  const uint N = R * M, pieces = packet_elements<F>() / 8;
+  const bool coded = F == Q4 || F == Q8;
+  float dot[N];
+#pragma unroll
+  for (uint i = 0; i < N; i++) dot[i] = 0.0f;
+#pragma unroll
+  for (uint j = 0; j < pieces; j++) dot8_scaled<F, R, M>(q, j, x + 2 * j * step, stride, step, rows, dot);
+#pragma unroll
+  for (uint m = 0; m < M; m++) {
+    float sum = 0.0f;
+    if (coded && m < rows) {
+#pragma unroll
+      for (uint j = 0; j < pieces; j++) sum += sums[m * sums_stride + j];
+    }
+#pragma unroll
+    for (uint r = 0; r < R; r++) {
+      const uint i = r * M + m;
+      acc[i] = coded ? fma(affine[2 * r] * CODE_DOWN, dot[i], fma(affine[2 * r + 1], sum, acc[i])) : acc[i] + dot[i];
+    }
+  }
+}
+
+// Each of N sums over `lanes` neighbouring lanes, a power of two; every lane has them.
+template <uint N> FN void lanes_sum(THREAD float *x, uint lanes)
+{
+  if (lanes == 32) {
+#pragma unroll
+    for (uint i = 0; i < N; i++) x[i] = simd_sum(x[i]);
+  } else {
+#pragma unroll 1
+    for (uint d = lanes / 2; d; d >>= 1) {
+#pragma unroll
+      for (uint i = 0; i < N; i++) x[i] += simd_shuffle_xor(x[i], d);
+    }
+  }
+}
+
+// Shares of a row's sum of squares: 8 of them, whoever computes them, so that the norm's bits do not depend on the
+// threadgroup's size.
+FN void square_shares(const DEVICE float *x, uint cols, TG float *shares, uint lane, uint simd, uint simds)
+{
+  for (uint share = simd; share < 8; share += simds) {
+    float s = 0.0f;
+    for (uint i = (share * 32 + lane) * 4; i < cols; i += 1024) {
+      const float4 v = load4(x + i);
+      s = fma(v.x, v.x, s); s = fma(v.y, v.y, s); s = fma(v.z, v.z, s); s = fma(v.w, v.w, s);
+    }
+    s = simd_sum(s);
+    if (lane == 0) shares[share] = s;
+  }
+}
+
+// 1 / sqrt(mean of squares + eps), from the shares.
+FN float inverse_rms(const TG float *shares, uint cols, float eps)
+{
+  float s = 0.0f;
+#pragma unroll
+  for (uint i = 0; i < 8; i++) s += shares[i];
+  return 1.0f / sqrt(s / float(cols) + eps);
+}
+
+// Where x comes from: bf16 rows, or the residual stream, which is normalized on the way.
+struct GemvInput {
+  const DEVICE uint *x;
+  uint cols, rows;
+  bool normed;
+  const DEVICE float *norm; // the norm's weight
+  const TG float *shares;   // of each row's squares
+  float eps;
+};
+
+// Columns [first, first + columns) of x to the tile, in the order in which lanes take them: piece j of packet i lies
+// where `lanes` lanes read neighbouring 16 bytes.
+template <uint F> FN void stage_x(const THREAD GemvInput &in, uint first, uint columns, uint lanes, TG uint *tile, uint stride, uint tid, uint threads)
+{
+  const uint pieces = packet_elements<F>() / 8;
+#pragma unroll 1
+  for (uint m = 0; m < in.rows; m++) {
+    const float s = in.normed ? inverse_rms(in.shares + m * 8, in.cols, in.eps) : 0.0f;
+    for (uint u = tid; u < columns / 8; u += threads) {
+      const uint i = u / pieces, at = (i / lanes * pieces + u % pieces) * lanes + i % lanes;
+      TG uint *to = tile + m * stride + at * 4;
+      const ulong from = ulong(m) * in.cols + first + u * 8;
+      if (in.normed) {
+        const DEVICE float *x = (const DEVICE float *)in.x + from, *w = in.norm + first + u * 8;
+        const float4 a = load4(x), b = load4(x + 4), v = load4(w), z = load4(w + 4);
+        store4(to, pack2(a.x * s * v.x, a.y * s * v.y), pack2(a.z * s * v.z, a.w * s * v.w),
+               pack2(b.x * s * z.x, b.y * s * z.y), pack2(b.z * s * z.z, b.w * s * z.w));
+      } else {
+        const uint4 q = load4(in.x + from / 2);
+        store4(to, q.x, q.y, q.z, q.w);
+      }
+    }
+  }
+}
+
+// The power of two that element e of a piece is taken too large by in dot_scaled.
+template <uint F> FN uint code_shift(uint e) { return F == Q4 ? 4 * (e < 5 ? e : e - 5) : F == Q8 ? 8 * (e % 2) : 0; }
+
+// As stage_x for dot_scaled: f32, halves of a piece where `lanes` lanes read neighbouring 16 bytes; sums of the pieces, those of a
+// packet side by side.
+template <uint F> FN void stage_scaled(const THREAD GemvInput &in, uint first, uint columns, uint lanes, TG float *tile, uint stride, TG float *sums, uint tid, uint threads)
+{
+  const uint pieces = packet_elements<F>() / 8;
+#pragma unroll 1
+  for (uint m = 0; m < in.rows; m++) {
+    const float s = in.normed ? inverse_rms(in.shares + m * 8, in.cols, in.eps) : 0.0f;
+    for (uint u = tid; u < columns / 8; u += threads) {
+      const uint i = u / pieces, at = (i / lanes * pieces + u % pieces) * 2 * lanes + i % lanes;
+      TG float *to = tile + m * stride + at * 4;
+      const ulong from = ulong(m) * in.cols + first + u * 8;
+      uint q[4];
+      if (in.normed) {
+        const DEVICE float *x = (const DEVICE float *)in.x + from, *w = in.norm + first + u * 8;
+        const float4 a = load4(x), b = load4(x + 4), v = load4(w), z = load4(w + 4);
+        q[0] = pack2(a.x * s * v.x, a.y * s * v.y);
+        q[1] = pack2(a.z * s * v.z, a.w * s * v.w);
+        q[2] = pack2(b.x * s * z.x, b.y * s * z.y);
+        q[3] = pack2(b.z * s * z.z, b.w * s * z.w);
+      } else {
+        const uint4 a = load4(in.x + from / 2);
+        q[0] = a.x; q[1] = a.y; q[2] = a.z; q[3] = a.w;
+      }
+      float v[8];
+#pragma unroll
+      for (uint e = 0; e < 4; e++) {
+        v[2 * e] = bf16_low(q[e]);
+        v[2 * e + 1] = bf16_high(q[e]);
+      }
+      sums[m * (stride / 8) + u] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+#pragma unroll
+      for (uint e = 0; e < 8; e++) {
+        if (F == Q4 || F == Q8) v[e] = v[e] * (CODE_UP * as_f((127 - code_shift<F>(e)) << 23));
+      }
+      store4(to, v[0], v[1], v[2], v[3]);
+      store4(to + lanes * 4, v[4], v[5], v[6], v[7]);
+    }
+  }
+}

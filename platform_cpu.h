@@ -1,0 +1,85 @@
+// Target: the host CPU, through emu.h. C++17; g++ or clang++.
+#include "emu.h"
+#include <cmath>
+#include <cstring>
+#include <utility>
+#define K_CPU 1
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef unsigned char uchar;
+typedef unsigned long ulong;
+struct uint2 { uint x, y; };
+struct uint3 { uint x, y, z; };
+struct uint4 { uint x, y, z, w; };
+struct float4 { float x, y, z, w; };
+using std::fma; using std::sqrt; using std::exp; using std::exp2; using std::log; using std::floor; using std::fabs;
+using std::fmax; using std::fmin; using std::cos; using std::sin;
+inline float rsqrt(float x) { return 1.0f / sqrt(x); }
+inline uint min(uint a, uint b) { return a < b ? a : b; }
+inline uint max(uint a, uint b) { return a > b ? a : b; }
+inline float clamp(float x, float lo, float hi) { return fmin(fmax(x, lo), hi); }
+inline uint mul_hi(uint a, uint b) { return uint((ulong(a) * b) >> 32); }
+inline uint popcount(uint x) { return uint(__builtin_popcount(x)); }
+inline uint as_u(float x) { uint u; memcpy(&u, &x, 4); return u; }
+inline float as_f(uint u) { float x; memcpy(&x, &u, 4); return x; }
+struct bf16 { ushort u; };
+inline float f32(bf16 x) { return as_f(uint(x.u) << 16); }
+inline bf16 to_bf16(float x) { const uint b = as_u(x); return {x != x ? ushort(b >> 16 | 64) : ushort((b + 0x7fff + (b >> 16 & 1)) >> 16)}; }
+#define DEVICE
+#define TG
+#define CONSTANT const
+#define THREAD
+#define FN static inline
+inline uint4 load4(const uint *p) { return {p[0], p[1], p[2], p[3]}; }
+inline float4 load4(const float *p) { return {p[0], p[1], p[2], p[3]}; }
+inline uint2 load2(const uint *p) { return {p[0], p[1]}; }
+inline void store4(float *p, float a, float b, float c, float d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
+inline void store4(uint *p, uint a, uint b, uint c, uint d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
+inline void store2(uint *p, uint a, uint b) { p[0] = a; p[1] = b; }
+inline uint pack2(float lo, float hi) { return uint(to_bf16(lo).u) | uint(to_bf16(hi).u) << 16; }
+inline uint tg_add(uint *p, uint x) { return __atomic_fetch_add(p, x, __ATOMIC_RELAXED); }
+#define IN(i, T, name)   const T *name
+#define OUT(i, T, name)  T *name
+#define ARGS(i, T, name) const T &name
+#define SHARED(T, name, n) static const char name##_site = 0; T (&name)[n] = *(T(*)[n])emu::shared(&name##_site, sizeof(T[n]), 16)
+template <class T> struct emu_arg; // void *const *slots -> argument
+template <class T> struct emu_arg<T *> { static T *get(void *s) { return (T *)s; } static constexpr int is_args = 0; };
+template <class T> struct emu_arg<const T &> { static const T &get(void *s) { return *(const T *)s; } static constexpr int is_args = sizeof(T); };
+template <class... A, size_t... I> inline void emu_call(void (*f)(uint3, uint3, uint3, uint, uint, A...), void *const *s, const emu::Ids &d, std::index_sequence<I...>) {
+  f({d.group.x, d.group.y, d.group.z}, {d.thread.x, d.thread.y, d.thread.z}, {d.groups.x, d.groups.y, d.groups.z}, d.lane, d.simd, emu_arg<A>::get(s[I])...);
+}
+template <class... A> inline void emu_bind(void (*f)(uint3, uint3, uint3, uint, uint, A...), void *const *s, const emu::Ids &d) { emu_call(f, s, d, std::index_sequence_for<A...>{}); }
+template <class... A> constexpr uint emu_count(void (*)(uint3, uint3, uint3, uint, uint, A...)) { return sizeof...(A); }
+template <class... A> constexpr uint emu_args_bytes(void (*)(uint3, uint3, uint3, uint, uint, A...)) { return (0 + ... + emu_arg<A>::is_args); }
+#define KERNEL(name, maxthreads, ...) \
+  static void name(uint3, uint3, uint3, uint, uint, __VA_ARGS__); \
+  static void name##_body(void *s, const emu::Ids &d) { emu_bind(name, (void *const *)s, d); } \
+  static emu::Entry name##_entry(#name, name##_body, maxthreads, emu_count(name), emu_args_bytes(name)); \
+  static void name(uint3 k_group, uint3 k_thread, uint3 k_groups, uint k_lane, uint k_simd, __VA_ARGS__)
+#define tg_barrier() emu::barrier(__FILE__, __LINE__, false)
+#define simd_fence() emu::barrier(__FILE__, __LINE__, true)
+inline float emu_shuffle(float v, uint l, const char *f, int ln) { return as_f(emu::shuffle(as_u(v), l & 31, f, ln)); }
+inline uint emu_shuffle(uint v, uint l, const char *f, int ln) { return emu::shuffle(v, l & 31, f, ln); }
+#define simd_sum(v) emu::sum(v, __FILE__, __LINE__)
+#define simd_max(v) emu::max(v, __FILE__, __LINE__)
+#define simd_min(v) emu::min(v, __FILE__, __LINE__)
+#define simd_any(v) (emu::max(uint((v) ? 1 : 0), __FILE__, __LINE__) != 0)
+#define simd_exclusive_sum(v) emu::exclusive_sum(v, __FILE__, __LINE__)
+#define simd_shuffle(v, l) emu_shuffle(v, l, __FILE__, __LINE__)
+#define simd_shuffle_xor(v, m) emu_shuffle(v, emu::lane() ^ (m), __FILE__, __LINE__)
+template <class T> struct emu_mat8 { T e[2]; };
+typedef emu_mat8<float> mat8f;
+typedef emu_mat8<bf16> mat8b;
+FN mat8f mat8f_fill(float v) { return {{v, v}}; }
+FN uint sm_row(uint l) { return l >> 2; }
+FN uint sm_col(uint l) { return (l & 3) * 2; }
+FN float sm_f(float x) { return x; }
+FN float sm_f(bf16 x) { return f32(x); }
+template <class T> FN void simdgroup_load(emu_mat8<T> &m, const T *p, uint stride) { uint l = emu::lane(), o = sm_row(l) * stride + sm_col(l); m.e[0] = p[o]; m.e[1] = p[o + 1]; }
+template <class T> FN void simdgroup_store(const emu_mat8<T> &m, T *p, uint stride) { uint l = emu::lane(), o = sm_row(l) * stride + sm_col(l); p[o] = m.e[0]; p[o + 1] = m.e[1]; }
+template <class T> FN void simdgroup_load_transposed(emu_mat8<T> &m, const T *p, uint stride) { uint l = emu::lane(), o = sm_col(l) * stride + sm_row(l); m.e[0] = p[o]; m.e[1] = p[o + stride]; }
+template <class A, class B> FN void emu_mma(mat8f &d, const emu_mat8<A> &a, const emu_mat8<B> &b, const mat8f &c, const char *f, int ln) {
+  const float x[6] = {sm_f(a.e[0]), sm_f(a.e[1]), sm_f(b.e[0]), sm_f(b.e[1]), c.e[0], c.e[1]};
+  emu::mma8(x, d.e, f, ln);
+}
+#define simdgroup_multiply_accumulate(d, a, b, c) emu_mma(d, a, b, c, __FILE__, __LINE__)

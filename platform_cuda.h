@@ -1,0 +1,94 @@
+// Target: CUDA through NVRTC; no toolkit header is included. 32-lane warps play the simdgroups.
+#define K_CUDA 1
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef unsigned char uchar;
+typedef unsigned long long ulong;
+#define DEVICE
+#define TG
+#define CONSTANT const
+#define THREAD
+#define FN static __device__ __forceinline__
+#define IN(i, T, name)   const T *__restrict__ name
+#define OUT(i, T, name)  T *__restrict__ name
+#define ARGS(i, T, name) const __grid_constant__ T name
+#define SHARED(T, name, n) __shared__ __align__(16) T name[n]
+#define KERNEL(name, maxthreads, ...) extern "C" __global__ void __launch_bounds__(maxthreads) name(__VA_ARGS__)
+#define k_group  (uint3{blockIdx.x, blockIdx.y, blockIdx.z})
+#define k_groups (uint3{gridDim.x, gridDim.y, gridDim.z})
+#define k_thread (uint3{threadIdx.x, threadIdx.y, threadIdx.z})
+#define k_lane   (threadIdx.x & 31u)
+#define k_simd   (threadIdx.x >> 5)
+struct bf16 { ushort u; };
+FN float as_f(uint x) { return __uint_as_float(x); }
+FN uint as_u(float x) { return __float_as_uint(x); }
+FN float f32(bf16 x) { return as_f(uint(x.u) << 16); }
+FN bf16 to_bf16(float x) { bf16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.u) : "f"(x)); return r; }
+FN uint mul_hi(uint a, uint b) { return __umulhi(a, b); }
+FN uint popcount(uint x) { return __popc(x); }
+FN uint4 load4(const uint *p) { return *(const uint4 *)p; }
+FN float4 load4(const float *p) { return *(const float4 *)p; }
+FN uint2 load2(const uint *p) { return *(const uint2 *)p; }
+FN void store4(float *p, float a, float b, float c, float d) { *(float4 *)p = make_float4(a, b, c, d); }
+FN void store4(uint *p, uint a, uint b, uint c, uint d) { *(uint4 *)p = make_uint4(a, b, c, d); }
+FN void store2(uint *p, uint a, uint b) { *(uint2 *)p = make_uint2(a, b); }
+FN uint pack2(float lo, float hi) { uint r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+FN uint tg_add(uint *p, uint x) { return atomicAdd(p, x); } // what was there before
+FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
+FN float clamp(float x, float lo, float hi) { return fminf(fmaxf(x, lo), hi); }
+#define tg_barrier() __syncthreads()
+#define simd_fence() __syncwarp()
+FN float simd_shuffle_xor(float v, uint m) { return __shfl_xor_sync(0xffffffffu, v, m); }
+FN uint simd_shuffle_xor(uint v, uint m) { return __shfl_xor_sync(0xffffffffu, v, m); }
+FN float simd_shuffle(float v, uint l) { return __shfl_sync(0xffffffffu, v, l); }
+FN uint simd_shuffle(uint v, uint l) { return __shfl_sync(0xffffffffu, v, l); }
+FN float simd_sum(float v) { for (uint m = 16; m; m >>= 1) v += simd_shuffle_xor(v, m); return v; }
+FN uint simd_sum(uint v) { return __reduce_add_sync(0xffffffffu, v); }
+FN float simd_max(float v) { for (uint m = 16; m; m >>= 1) v = fmaxf(v, simd_shuffle_xor(v, m)); return v; }
+FN uint simd_max(uint v) { return __reduce_max_sync(0xffffffffu, v); }
+FN uint simd_min(uint v) { return __reduce_min_sync(0xffffffffu, v); }
+FN bool simd_any(bool v) { return __any_sync(0xffffffffu, v); }
+FN uint simd_exclusive_sum(uint v) {
+  uint s = v;
+  for (uint d = 1; d < 32; d <<= 1) { const uint o = __shfl_up_sync(0xffffffffu, s, d); if (k_lane >= d) s += o; }
+  return s - v;
+}
+// 8x8 matrix over 32 lanes, two elements a lane: row lane/4, columns 2*(lane%4) and the next. The layout is this header's
+// own; kernels must not look inside.
+template <class T> struct simdgroup_matrix8 { T e[2]; };
+FN uint sm_row(uint l) { return l >> 2; }
+FN uint sm_col(uint l) { return (l & 3) * 2; }
+FN uint sm_lane(uint r, uint c) { return r * 4 + (c >> 1); }
+template <class T, class P> FN void simdgroup_load(simdgroup_matrix8<T> &m, const P *p, uint stride) {
+  const uint r = sm_row(k_lane), c = sm_col(k_lane);
+  m.e[0] = p[r * stride + c];
+  m.e[1] = p[r * stride + c + 1];
+}
+template <class T, class P> FN void simdgroup_store(const simdgroup_matrix8<T> &m, P *p, uint stride) {
+  const uint r = sm_row(k_lane), c = sm_col(k_lane);
+  p[r * stride + c] = m.e[0];
+  p[r * stride + c + 1] = m.e[1];
+}
+template <class T, class P> FN void simdgroup_load_transposed(simdgroup_matrix8<T> &m, const P *p, uint stride) {
+  const uint r = sm_row(k_lane), c = sm_col(k_lane);
+  m.e[0] = p[c * stride + r];
+  m.e[1] = p[(c + 1) * stride + r];
+}
+FN float sm_f(float x) { return x; }
+FN float sm_f(bf16 x) { return f32(x); }
+template <class D, class A, class B, class C> FN void simdgroup_multiply_accumulate(simdgroup_matrix8<D> &d,
+    const simdgroup_matrix8<A> &a, const simdgroup_matrix8<B> &b, const simdgroup_matrix8<C> &c) {
+  const uint r = sm_row(k_lane), q = sm_col(k_lane);
+  float s0 = sm_f(c.e[0]), s1 = sm_f(c.e[1]);
+  for (uint k = 0; k < 8; k++) {
+    const uint la = sm_lane(r, k), lb = sm_lane(k, q);
+    const float a0 = simd_shuffle(sm_f(a.e[0]), la), a1 = simd_shuffle(sm_f(a.e[1]), la), x = k & 1 ? a1 : a0;
+    s0 = fmaf(x, simd_shuffle(sm_f(b.e[0]), lb), s0);
+    s1 = fmaf(x, simd_shuffle(sm_f(b.e[1]), lb), s1);
+  }
+  d.e[0] = s0;
+  d.e[1] = s1;
+}
+typedef simdgroup_matrix8<float> mat8f;
+typedef simdgroup_matrix8<bf16> mat8b;
+FN mat8f mat8f_fill(float v) { mat8f m; m.e[0] = m.e[1] = v; return m; }
