@@ -4,7 +4,7 @@
 // out[entry] = x[entry / share] · a[expert]ᵀ, or with two matrices silu(· a) · (· b): the GEMV of gemv.metal, with the matrix
 // chosen by the entry's expert.
 template <uint F, uint R, uint TILE>
-FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, const DEVICE uint *ids, DEVICE uint *out,
+FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, const DEVICE uint *ids, DEVICE bf16 *out,
                      CONSTANT ExpertsArgs &p, TG uint *tile, uint block, uint entry, uint lane, uint simd, uint thread)
 {
   const bool paired = p.paired != 0;
@@ -33,11 +33,11 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   for (uint r = 0; r < R; r++) {
     const uint row = at.first + r * at.beside;
     if (r >= each || row >= at.row_count || (r & (at.lanes - 1)) != at.part) continue;
-    gemv_store(out, in.norm, paired ? uint(GATED) : uint(STORE_BF16), ulong(entry) * at.row_count + row, acc[r], acc[(r + R / 2) % R]);
+    out[ulong(entry) * at.row_count + row] = to_bf16(paired ? silu(acc[r]) * acc[(r + R / 2) % R] : acc[r]);
   }
 }
 
-KERNEL(decode_experts, 256, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, uint, out), ARGS(5, ExpertsArgs, p))
+KERNEL(decode_experts, 256, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, bf16, out), ARGS(5, ExpertsArgs, p))
 {
   SHARED(uint, tile, 2048);
   const uint f = p.a.format;

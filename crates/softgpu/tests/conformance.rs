@@ -12,10 +12,7 @@ use lily_ops::{
 use lily_softgpu::{Options, SoftDriver};
 
 /// Operations without kernels so far. Whoever adds kernels takes their names away.
-const WITHOUT: &[&str] = &[
-    "attention",
-    "attention_prep",
-];
+const WITHOUT: &[&str] = &["attention", "attention_prep"];
 
 /// The case as a GPU takes it: activations are never quantized, inputs and caches are bf16 where it
 /// keeps them so.
