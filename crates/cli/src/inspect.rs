@@ -258,7 +258,7 @@ fn inspection(
     let device = args.compute.device();
     let context = args.context.unwrap_or(CONTEXT.min(config.max_position_embeddings));
     let chunk = args.compute.chunk;
-    let limits = EngineOptions { context, slots: 1, chunk }.limits();
+    let options = EngineOptions::new(context, 1, chunk);
     Inspection {
         source,
         files,
@@ -268,7 +268,7 @@ fn inspection(
         chunk,
         precise: args.compute.precise,
         device: device.name(),
-        budget: budget(&device, plan, &limits),
+        budget: budget(&device, plan, &options),
         kv_token: (plan.state.page_bytes() / lily_ops::plan::PAGE_TOKENS) as u64,
         machine: Machine::detect(),
     }

@@ -61,22 +61,26 @@ FN void read_apart(THREAD uint *words, const DEVICE bf16 *row)
 
 FN float word_element(const THREAD uint *words, uint e) { return e % 2 ? bf16_high(words[e / 2]) : bf16_low(words[e / 2]); }
 
+// N values of each lane become N / 2, added to those of the lanes m apart; one value is added in place.
+template <uint N> FN void fold_lanes(THREAD float *v, uint m, uint lane)
+{
+  const bool upper = (lane & m) != 0;
+  if (N == 1) v[0] += simd_shuffle_xor(v[0], m);
+  for (uint i = 0; i * 2 + 1 < N; i++) {
+    const float keep = upper ? v[i + N / 2] : v[i], give = upper ? v[i] : v[i + N / 2];
+    v[i] = keep + simd_shuffle_xor(give, m);
+  }
+}
+#define FOLDED(N, times) (N >> times > 0u ? N >> times : 1u)
+
 // Sums N values over the lanes; lane l has the sum of value l / (32 / N). Every value is summed over lanes 16, 8, 4, 2, 1 apart.
 template <uint N> FN float simd_sums(THREAD float *v, uint lane)
 {
-  uint n = N;
-  for (uint m = 16; m > 0; m >>= 1) {
-    if (n > 1) {
-      n >>= 1;
-      const bool upper = (lane & m) != 0;
-      for (uint i = 0; i < n; i++) {
-        const float keep = upper ? v[i + n] : v[i], give = upper ? v[i] : v[i + n];
-        v[i] = keep + simd_shuffle_xor(give, m);
-      }
-    } else {
-      v[0] += simd_shuffle_xor(v[0], m);
-    }
-  }
+  fold_lanes<N>(v, 16, lane);
+  fold_lanes<FOLDED(N, 1)>(v, 8, lane);
+  fold_lanes<FOLDED(N, 2)>(v, 4, lane);
+  fold_lanes<FOLDED(N, 3)>(v, 2, lane);
+  fold_lanes<FOLDED(N, 4)>(v, 1, lane);
   return v[0];
 }
 
@@ -196,14 +200,14 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
     }
     float score;
     if (TOGETHER) {
-      float dots[PACK * ATTENTION_TILE];
+      float dots[PACK][ATTENTION_TILE];
       for (uint h = 0; h < PACK; h++)
         for (uint t = 0; t < ATTENTION_TILE; t++) {
           float acc = 0.0f;
           for (uint e = 0; e < LANE_ELEMENTS; e++) acc = fma(mine[h][e], word_element(k[t], e), acc);
-          dots[h * ATTENTION_TILE + t] = acc;
+          dots[h][t] = acc;
         }
-      score = simd_sums<PACK * ATTENTION_TILE>(dots, lane);
+      score = simd_sums<PACK * ATTENTION_TILE>(&dots[0][0], lane);
     } else {
       const uint value = lane / (32 / (PACK * ATTENTION_TILE)), t = value % ATTENTION_TILE;
       score = t < n ? dot32(queries + value / ATTENTION_TILE * HEAD_DIM, keys + at + t * HEAD_DIM) : 0.0f;

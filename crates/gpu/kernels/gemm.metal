@@ -5,7 +5,7 @@
 
 template <uint F, uint N>
 FN void gemm_rows(const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE float *residual, DEVICE uint *out, CONSTANT GemmArgs &p,
-                  TG uint *mem, uint column_block, uint row_block, uint thread, uint lane, uint simd)
+                  TG uint *mem, uint column_block, uint row_block, uint tid, uint lane, uint simd)
 {
   const bool tail = row_block >= p.blocks;
   const uint first = tail ? p.blocks * 32 + (row_block - p.blocks) * 16 : row_block * 32;
@@ -13,8 +13,8 @@ FN void gemm_rows(const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE fl
   const DenseRows a = {x, first, rows, p.w.cols};
   const StoreRows e = {out, residual, first, rows, col, p.w.rows, p.store};
   const WeightRows w = weight_rows(slab, p.w, 0, col);
-  if (tail) gemm_tile<16, N, F>(a, w, e, p.w.cols, mem, thread, lane, simd);
-  else gemm_tile<32, N, F>(a, w, e, p.w.cols, mem, thread, lane, simd);
+  if (tail) gemm_tile<16, N, F>(a, w, e, p.w.cols, mem, tid, lane, simd);
+  else gemm_tile<32, N, F>(a, w, e, p.w.cols, mem, tid, lane, simd);
 }
 
 #define GEMM(name, F, N) \

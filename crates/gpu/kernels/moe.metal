@@ -18,7 +18,7 @@ FN RoutedBlock routed_block(const DEVICE uint *blocks, uint i)
 template <uint F>
 FN void experts_in_rows(const DEVICE uint *gate, const DEVICE uint *up, const DEVICE bf16 *x, const DEVICE uint *order,
                         const DEVICE uint *blocks, DEVICE bf16 *out, CONSTANT ExpertsInArgs &p, TG uint *mem, uint column_block,
-                        uint block, uint thread, uint lane, uint simd)
+                        uint block, uint tid, uint lane, uint simd)
 {
   const RoutedBlock b = routed_block(blocks, block);
   if (b.there == 0) return;   // for the whole threadgroup
@@ -27,8 +27,8 @@ FN void experts_in_rows(const DEVICE uint *gate, const DEVICE uint *up, const DE
   const ListedRows a = {x, list, b.rows, p.gate.cols, p.k};
   const PairedRows w = {weight_rows(gate, p.gate, b.expert, col), weight_rows(up, p.up, b.expert, col), 32};
   const SiluScatter e = {{out, list, b.rows, col, p.gate.rows}};
-  if (b.large != 0) gemm_tile<32, 64, F>(a, w, e, p.gate.cols, mem, thread, lane, simd);
-  else gemm_tile<16, 64, F>(a, w, e, p.gate.cols, mem, thread, lane, simd);
+  if (b.large != 0) gemm_tile<32, 64, F>(a, w, e, p.gate.cols, mem, tid, lane, simd);
+  else gemm_tile<16, 64, F>(a, w, e, p.gate.cols, mem, tid, lane, simd);
 }
 
 #define EXPERTS_IN(name, F) \
@@ -45,7 +45,7 @@ EXPERTS_IN(experts_in_any, ANY_FORMAT)
 // out[entry] = x[entry] · downᵀ.
 template <uint F>
 FN void experts_out_rows(const DEVICE uint *down, const DEVICE bf16 *x, const DEVICE uint *order, const DEVICE uint *blocks,
-                         DEVICE bf16 *out, CONSTANT ExpertsOutArgs &p, TG uint *mem, uint column_block, uint block, uint thread,
+                         DEVICE bf16 *out, CONSTANT ExpertsOutArgs &p, TG uint *mem, uint column_block, uint block, uint tid,
                          uint lane, uint simd)
 {
   const RoutedBlock b = routed_block(blocks, block);
@@ -55,8 +55,8 @@ FN void experts_out_rows(const DEVICE uint *down, const DEVICE bf16 *x, const DE
   const ListedRows a = {x, list, b.rows, p.down.cols, 1};
   const WeightRows w = weight_rows(down, p.down, b.expert, col);
   const ScatterRows e = {out, list, b.rows, col, p.down.rows};
-  if (b.large != 0) gemm_tile<32, 64, F>(a, w, e, p.down.cols, mem, thread, lane, simd);
-  else gemm_tile<16, 64, F>(a, w, e, p.down.cols, mem, thread, lane, simd);
+  if (b.large != 0) gemm_tile<32, 64, F>(a, w, e, p.down.cols, mem, tid, lane, simd);
+  else gemm_tile<16, 64, F>(a, w, e, p.down.cols, mem, tid, lane, simd);
 }
 
 #define EXPERTS_OUT(name, F) \

@@ -5,7 +5,7 @@
 // chosen by the entry's expert.
 template <uint F, uint R, uint TILE>
 FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, const DEVICE uint *ids, DEVICE bf16 *out,
-                     CONSTANT ExpertsArgs &p, TG uint *tile, uint block, uint entry, uint lane, uint simd, uint thread)
+                     CONSTANT ExpertsArgs &p, TG uint *tile, uint block, uint entry, uint lane, uint simd, uint tid)
 {
   const bool paired = p.paired != 0;
   const uint each = paired ? R / 2 : R;
@@ -21,7 +21,7 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   at.part = lane & (p.lanes - 1);
   at.first = (block * 8 + simd) * each * at.beside + lane / p.lanes;
   at.row_count = p.a.rows;
-  at.thread = thread;
+  at.tid = tid;
   at.threads = 256;
   const uint expert = ids[entry];
   const Rows a = rows_of(a_slab, p.a, expert);
@@ -66,7 +66,7 @@ FN void load_experts(const DEVICE uint *slab, CONSTANT ExpertsSumArgs &p, const 
 template <uint F>
 FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, const DEVICE uint *x, const DEVICE uint *ids,
                      const DEVICE float *weights, const DEVICE uint *shared_x, float gate, CONSTANT ExpertsSumArgs &p, TG uint *tile,
-                     uint col, uint part, uint thread)
+                     uint col, uint part, uint tid)
 {
   const uint elements = packet_elements<F>(), packets = p.down.cols / elements, shared_packets = p.shared_down.cols / elements;
   const Rows shared_rows = rows_of(shared_down, p.shared_down, 0);
@@ -82,10 +82,10 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   in.cols = p.k * p.down.cols;
   in.rows = 1;
   const float inverse[1] = {0.0f};
-  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, tile, 0, thread, 256);
+  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, tile, 0, tid, 256);
   in.x = shared_x;
   in.cols = p.shared_down.cols;
-  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, shared_tile, 0, thread, 256);
+  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, shared_tile, 0, tid, 256);
   tg_barrier();
   float sum = 0.0f;
   for (uint first = 0; first < p.k; first += 8)

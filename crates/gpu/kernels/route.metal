@@ -49,10 +49,10 @@ ROUTER(router_1024, 32)
 // A threadgroup has ROUTE_CHUNK entries; a thread has p.each neighbouring experts, 4 at most.
 #define ROUTE_CHUNK 512u
 
-FN uint stage_entries(const DEVICE uint *ids, TG uint *part, uint first, uint entries, uint thread)
+FN uint stage_entries(const DEVICE uint *ids, TG uint *part, uint first, uint entries, uint tid)
 {
   const uint n = min(entries - first, ROUTE_CHUNK);
-  for (uint i = thread; i < n; i += 256) part[i] = ids[first + i];
+  for (uint i = tid; i < n; i += 256) part[i] = ids[first + i];
   return n;
 }
 

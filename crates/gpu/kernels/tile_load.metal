@@ -183,18 +183,18 @@ FN void put(StoreRows e, uint r, uint c, Floats f)
 struct ScatterRows { DEVICE bf16 *out; const DEVICE uint *list; uint rows, col, cols; };
 FN void put(ScatterRows e, uint r, uint c, Floats f) { put_bf16(e.out + ulong(e.list[r]) * e.cols, e.col + c, e.cols, f); }
 
-template <uint M, uint N, class E> FN void drain(E e, const TG float *tile, uint thread)
+template <uint M, uint N, class E> FN void drain(E e, const TG float *tile, uint tid)
 {
-  for (uint i = thread; i < M * N / 8; i += 128) {
+  for (uint i = tid; i < M * N / 8; i += 128) {
     const uint r = i / (N / 8), c = i % (N / 8) * 8;
     if (r < e.rows) put(e, r, c, tile_eight(tile + r * (N + 4) + c));
   }
 }
 // The tile's first half of columns are gates of the second half: silu(gate) · up, scattered.
 struct SiluScatter { ScatterRows to; };
-template <uint M, uint N> FN void drain(SiluScatter e, const TG float *tile, uint thread)
+template <uint M, uint N> FN void drain(SiluScatter e, const TG float *tile, uint tid)
 {
-  for (uint i = thread; i < M * N / 16; i += 128) {
+  for (uint i = tid; i < M * N / 16; i += 128) {
     const uint r = i / (N / 16), c = i % (N / 16) * 8;
     if (r >= e.to.rows) continue;
     Floats gate = tile_eight(tile + r * (N + 4) + c);

@@ -1,4 +1,4 @@
-#if !defined(K_CUDA) && !defined(K_TENSOR) && !defined(K_PLAIN)
+#if !defined(K_CUDA) && !defined(K_TENSOR) && !defined(K_PLAIN) && !defined(K_MMA)
 // Matrix tiles by 8x8 simdgroup matrices: Metal, and the host.
 //
 // A step of 32 of K: 128 threads fetch 8 elements each of a and 16 of w, dequantize them into threadgroup memory, and each of
@@ -7,9 +7,9 @@
 #define TILE_WORDS(M, N) ((M) * ((N) + 4) > ((M) + (N)) * 20 ? (M) * ((N) + 4) : ((M) + (N)) * 20)
 
 template <uint M, uint N, uint F, class A, class B, class E>
-FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint thread, uint lane, uint simd)
+FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, uint simd)
 {
-  const uint row = thread / 4, at = thread % 4 * 8;
+  const uint row = tid / 4, at = tid % 4 * 8;
   const DEVICE bf16 *x = row_of(a, row);
   Cursor<F> rows[N / 32];
   for (uint j = 0; j < N / 32; j++) open_row(rows[j], w, row + 32 * j);
@@ -58,6 +58,6 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint thread, uint lane
   for (uint i = 0; i < M / 8; i++)
     for (uint j = 0; j < N / 32; j++) simdgroup_store(acc[i][j], tile + i * 8 * (N + 4) + simd * (N / 4) + j * 8, N + 4);
   tg_barrier();
-  drain<M, N>(e, tile, thread);
+  drain<M, N>(e, tile, tid);
 }
 #endif

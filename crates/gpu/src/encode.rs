@@ -1,7 +1,8 @@
 //! One operation of a plan to dispatches: the unfused form of each.
 
-use lily_ops::{Op, Plan, ValueId, WeightId, ops};
+use lily_ops::{ElementType, Op, Plan, ValueId, WeightId, ops};
 
+use crate::kernels::attention::{Attend, Prep, attention, attention_prep, attention_scratch_bytes};
 use crate::kernels::common::{Context, DeviceWeight};
 use crate::kernels::gemv::{self, Epilogue, GemvInput, GemvOutput};
 use crate::kernels::route::Routes;
@@ -117,6 +118,14 @@ pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), S
         Op::AttentionGate(op) => {
             elementwise::attention_gate(r, c, b.value(op.x), b.value(op.qg), b.value(op.out));
         }
+        Op::AttentionPrep(op) => prepare(r, c, b, op),
+        Op::Attention(op) => {
+            let bytes = attention_scratch_bytes(c, op.heads as u32);
+            let scratch = b.scratch.take(bytes / 4, ElementType::F32);
+            let (q, out) = (b.value(op.q), b.value(op.out));
+            let attend = Attend { q, heads: op.heads as u32, layer: op.layer, out };
+            attention(r, c, &attend, scratch);
+        }
         Op::GatherRows(op) => {
             elementwise::gather_rows(r, c, b.value(op.x), b.value(op.out), b.width(op.x));
         }
@@ -125,9 +134,21 @@ pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), S
         Op::ExpertsIn(op) => experts_in(r, c, b, op)?,
         Op::ExpertsOut(op) => experts_out(r, c, b, op)?,
         Op::MoeCombine(op) => combine(r, c, b, op),
-        op => return Err(format!("{} has no kernel", op.name())),
     }
     Ok(())
+}
+
+fn prepare(r: &mut Recorder, c: &Context, b: &Bound, op: &ops::AttentionPrep) {
+    let x = Prep {
+        qg: b.value(op.qg),
+        k: b.value(op.k),
+        v: b.value(op.v),
+        q_norm: b.weight(op.q_norm),
+        k_norm: b.weight(op.k_norm),
+        kv_heads: b.plan.state.kv_heads as u32,
+        out: b.value(op.out),
+    };
+    attention_prep(r, c, op, &x);
 }
 
 fn linear(r: &mut Recorder, c: &Context, b: &mut Bound, op: &ops::Linear) -> Result<(), String> {

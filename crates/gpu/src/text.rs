@@ -119,8 +119,13 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("moe_decode.metal"),
     kernel_file!("attention_prep.metal"),
     kernel_file!("attention_decode.metal"),
+    kernel_file!("attention_tile_simdgroup.h"),
+    kernel_file!("attention_tile_mma.h"),
+    kernel_file!("attention_prefill.metal"),
     kernel_file!("delta.metal"),
     kernel_file!("delta_scan.metal"),
+    kernel_file!("sample.metal"),
+    kernel_file!("sample_pick.metal"),
 ];
 
 /// The platform header of that file name, for checks that bring their own driver of the text.

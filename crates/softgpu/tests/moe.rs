@@ -1,12 +1,12 @@
 //! Routing and experts beside the plan's operations: tables, switches, the fused chain.
 
-mod rig;
+mod operands;
 
 use lily_gpu::kernels::moe::{self, Combine, ExpertsIn, ExpertsOut, ExpertsSum};
 use lily_gpu::kernels::route::{self, Routes, Selection};
 use lily_gpu::{Operand, Tuning};
 use lily_ops::{ElementType, WeightFormat};
-use rig::{EXPERT_FILES, Rig, TestWeight, close, text_of};
+use operands::{EXPERT_FILES, Rig, TestWeight, close, text_of};
 
 const Q4: WeightFormat = WeightFormat::Affine { bits: 4 };
 

@@ -1,12 +1,13 @@
 //! Matrix tiles: each target's loop that the host can run against the plain one, and both ways through a product.
 
-mod rig;
+mod mma;
+mod operands;
 
 use lily_gpu::kernels::gemm::{Epilogue, Product, dense};
 use lily_gpu::{Text, Tuning};
 use lily_ops::{ElementType, WeightFormat};
 use lily_softgpu::{Compiler, Options};
-use rig::{Rig, TestWeight, close, text_of};
+use operands::{Rig, TestWeight, close, text_of};
 
 const FILES: &[&str] = &[
     "common.metal",
@@ -103,6 +104,31 @@ fn tensor_operations() {
     let text = text_of("#define K_TENSOR 1\n", include_str!("../emu/mpp_cpu.h"), FILES);
     let compiler = Compiler::default().with_flags(&["-std=c++20"]);
     shapes(Rig::with(text, Options { compiler, ..Options::default() }), "tensor");
+}
+
+/// Copies that are under way until they are waited for; ldmatrix and mma.sync as attention's tests have them.
+const ASYNC_COPIES: &str = r#"
+#include <vector>
+struct Copy { unsigned *to; const void *from; bool there; };
+static thread_local std::vector<Copy> copies[1024];
+static std::vector<Copy> &own_copies() { return copies[emu::simd() * 32 + emu::lane()]; }
+static void copy_async(unsigned *to, const void *from, bool there) { own_copies().push_back({to, from, there}); }
+static void copy_wait() {
+  for (const Copy &c : own_copies()) {
+    if (c.there) memcpy(c.to, c.from, 16);
+    else memset(c.to, 0, 16);
+  }
+  own_copies().clear();
+}
+template <class T> static void load_matrices(unsigned *r, const T *row) { flash_load(r, row); }
+static void multiply_16x8(float *d, const unsigned *a, unsigned b0, unsigned b1) { flash_multiply(d, a, b0, b1); }
+"#;
+
+#[test]
+fn mma_sync() {
+    let prelude = [mma::PRELUDE, ASYNC_COPIES].concat();
+    let files: Vec<&str> = FILES.iter().copied().chain(["tile_mma.h"]).collect();
+    shapes(Rig::new(text_of("#define K_MMA 1\n", &prelude, &files)), "mma");
 }
 
 /// Bits of one product under a tuning, and the kernels that made it.

@@ -60,7 +60,8 @@ impl<'a> Talk<'a> {
         let defaults = opened.defaults()?;
         let mut sample = args.sampling.params(&defaults);
         sample.mask = Some(opened.named_tokens(&tokenizer));
-        let mut engine = opened.engine(&args.compute, context)?;
+        opened.check_sampling(&sample)?;
+        let mut engine = opened.engine_with_checkpoints(&args.compute, context)?;
         let session = engine.open_session()?;
         let max_tokens = args.max_tokens.unwrap_or(usize::MAX);
         Ok(Self {

@@ -2,7 +2,88 @@
 
 use super::Attend;
 use crate::kernels::common::Context;
-use crate::list::Recorder;
+use crate::list::{Access, Binding, Recorder};
+use crate::profile::Platform;
+use crate::text::Shape;
 
-/// Records causal flash attention of a step.
-pub fn attention_prefill(_r: &mut Recorder, _c: &Context, _attend: &Attend) {}
+/// How a prompt's attention is cut into tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FlashPolicy {
+    /// Query rows of a simdgroup, all of one head: 8 or 16. Bits do not depend on it.
+    pub simd_rows: u32,
+    /// Simdgroups of a threadgroup.
+    pub simds: u32,
+    /// Query rows of a threadgroup.
+    pub tile_rows: u32,
+    /// Threadgroups for the heads of one KV head.
+    pub columns: u32,
+}
+
+impl FlashPolicy {
+    /// The policy for segments of at most `longest` rows.
+    pub fn new(shape: &Shape, platform: Platform, longest: u32) -> Self {
+        let simd_rows = match platform {
+            // mma.sync has tiles of 16 rows, and 255 registers hold 16 · 256 sums and as many queries.
+            Platform::Cuda => 16,
+            // 8 rows are 64 registers of sums for a head of 256; 16 would be 128, which Apple's cores spill.
+            Platform::Metal | Platform::MetalTensor => 8,
+            Platform::Host => {
+                if longest > 8 {
+                    16
+                } else {
+                    8
+                }
+            }
+        };
+        let heads = shape.heads_per_kv.clamp(1, 8);
+        let simds = if 8u32.is_multiple_of(heads) { 8 } else { heads };
+        Self {
+            simd_rows,
+            simds,
+            tile_rows: simd_rows * (simds / heads),
+            columns: shape.heads_per_kv.div_ceil(8),
+        }
+    }
+}
+
+/// Records causal flash attention of a step of any segments.
+pub fn attention_prefill(r: &mut Recorder, c: &Context, attend: &Attend) {
+    let longest = c.step.segments.iter().copied().max().unwrap_or(0);
+    let policy = FlashPolicy::new(c.shape, c.profile.platform, longest);
+    let args = attend.args(c);
+    let mut bindings = attend.bindings(c);
+    bindings.push(Binding::new(attend.out, Access::Write));
+    let tiles = c.step.segments.iter().map(|rows| rows.div_ceil(policy.tile_rows)).sum();
+    let kernel = if policy.simd_rows == 16 { "flash_attention_16" } else { "flash_attention_8" };
+    let groups = [tiles, args.kv_heads * policy.columns, 1];
+    let cache = c.step.segments.len() as u64 * attend.cache_bytes(c);
+    let traffic = 2 * attend.row_bytes(c) + cache;
+    r.dispatch(kernel, groups, 32 * policy.simds, bindings, &args, traffic);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_have_eight_simdgroups_of_one_head_each() {
+        // Query heads a KV head, platform, longest segment: rows of a simdgroup, simdgroups, rows of a tile, columns.
+        let table = [
+            (8, Platform::Cuda, 2048, [16, 8, 16, 1]),
+            (8, Platform::Metal, 2048, [8, 8, 8, 1]),
+            (8, Platform::MetalTensor, 2048, [8, 8, 8, 1]),
+            (8, Platform::Host, 8, [8, 8, 8, 1]),
+            (8, Platform::Host, 9, [16, 8, 16, 1]),
+            (4, Platform::Cuda, 9, [16, 8, 32, 1]),
+            (2, Platform::Metal, 9, [8, 8, 32, 1]),
+            (1, Platform::Metal, 9, [8, 8, 64, 1]),
+            (3, Platform::Metal, 9, [8, 3, 8, 1]),
+            (16, Platform::Cuda, 9, [16, 8, 16, 2]),
+        ];
+        for (heads_per_kv, platform, longest, want) in table {
+            let shape = Shape { heads_per_kv, ..Shape::default() };
+            let p = FlashPolicy::new(&shape, platform, longest);
+            assert_eq!([p.simd_rows, p.simds, p.tile_rows, p.columns], want, "{heads_per_kv}");
+        }
+    }
+}

@@ -1,0 +1,111 @@
+#if defined(K_CUDA) || defined(ATTENTION_MMA)
+// A simdgroup's part of flash attention by mma.sync m16n8k16: 16 query rows of one head (RT is 2) against a block of 32 tokens.
+// The layout of an accumulator is known and is that of the next product's left operand: scores, softmax and probabilities stay in
+// registers. Lane l has rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next of every 8.
+#define FLASH_BLOCK 32u
+#define FLASH_ROW (HEAD_DIM + 8u) // elements of a staged row: the eight rows of an ldmatrix lie in different banks
+#define FLASH_MEMORY 4u
+
+#ifdef K_CUDA
+// Four 8x8 matrices, whose rows lie at the addresses that lanes 0 to 7, 8 to 15, … name; transposed: a column a lane quad.
+FN void flash_load(THREAD uint *r, const TG bf16 *row)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(uint(__cvta_generic_to_shared(row))) : "memory");
+}
+FN void flash_load_transposed(THREAD uint *r, const TG bf16 *row)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(uint(__cvta_generic_to_shared(row))) : "memory");
+}
+FN void flash_multiply(THREAD float *d, const THREAD uint *a, uint b0, uint b1)
+{
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
+template <uint RT> struct FlashTile {
+  uint q[HEAD_DIM / 16u][4];
+  float o[HEAD_DIM / 8u][4];
+  float m[2], l[2]; // of the lane's two rows; l of its own tokens only
+};
+template <uint RT> struct FlashWeights { uint p[2][4]; };
+
+template <uint RT> FN void flash_open(THREAD FlashTile<RT> &f, const TG bf16 *rows, TG float *mem, uint lane)
+{
+  for (uint k = 0; k < HEAD_DIM / 16; k++) flash_load(f.q[k], rows + lane % 16 * FLASH_ROW + k * 16 + lane / 16 * 8);
+  for (uint i = 0; i < 2; i++) {
+    f.m[i] = ATTENTION_LEAST;
+    f.l[i] = 0.0f;
+  }
+  for (uint d = 0; d < HEAD_DIM / 8; d++)
+    for (uint i = 0; i < 4; i++) f.o[d][i] = 0.0f;
+}
+
+template <uint RT> FN void flash_scores(THREAD FlashTile<RT> &f, THREAD FlashWeights<RT> &w, const TG bf16 *k, TG float *mem, uint t0,
+                                        uint position, float scale, uint lane)
+{
+  float s[4][4];
+  for (uint j = 0; j < 4; j++)
+    for (uint i = 0; i < 4; i++) s[j][i] = 0.0f;
+  for (uint d = 0; d < HEAD_DIM; d += 32)
+    for (uint j = 0; j < 4; j++) {
+      uint b[4];
+      flash_load(b, k + (j * 8 + lane % 8) * FLASH_ROW + d + lane / 8 * 8);
+      flash_multiply(s[j], f.q[d / 16], b[0], b[1]);
+      flash_multiply(s[j], f.q[d / 16 + 1], b[2], b[3]);
+    }
+  for (uint h = 0; h < 2; h++) { // the lane's two rows
+    const uint last = position + lane / 4 + h * 8;
+    float most = f.m[h], sum = 0.0f;
+    for (uint i = 0; i < 8; i++) {
+      const uint token = t0 + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      const float x = token <= last ? s[i / 2][h * 2 + i % 2] * scale : ATTENTION_LEAST;
+      s[i / 2][h * 2 + i % 2] = x;
+      most = fmax(most, x);
+    }
+    most = fmax(most, simd_shuffle_xor(most, 1));
+    most = fmax(most, simd_shuffle_xor(most, 2));
+    for (uint i = 0; i < 8; i++) {
+      const uint token = t0 + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      const float e = token <= last ? exp2(s[i / 2][h * 2 + i % 2] - most) : 0.0f;
+      s[i / 2][h * 2 + i % 2] = e;
+      sum += e;
+    }
+    const float fade = exp2(f.m[h] - most);
+    f.m[h] = most;
+    f.l[h] = fma(f.l[h], fade, sum);
+    for (uint d = 0; d < HEAD_DIM / 8; d++) {
+      f.o[d][h * 2] *= fade;
+      f.o[d][h * 2 + 1] *= fade;
+    }
+  }
+  for (uint i = 0; i < 2; i++)
+    for (uint j = 0; j < 4; j++) w.p[i][j] = pack2(s[i * 2 + j / 2][j % 2 * 2], s[i * 2 + j / 2][j % 2 * 2 + 1]);
+}
+
+template <uint RT> FN void flash_values(THREAD FlashTile<RT> &f, THREAD FlashWeights<RT> &w, const TG bf16 *v, uint lane)
+{
+  for (uint i = 0; i < 2; i++)
+    for (uint d = 0; d < HEAD_DIM / 8; d += 2) {
+      uint b[4];
+      flash_load_transposed(b, v + (i * 16 + lane % 16) * FLASH_ROW + d * 8 + lane / 16 * 8);
+      flash_multiply(f.o[d], w.p[i], b[0], b[1]);
+      flash_multiply(f.o[d + 1], w.p[i], b[2], b[3]);
+    }
+}
+
+template <uint RT> FN void flash_close(THREAD FlashTile<RT> &f, DEVICE bf16 *out, uint stride, uint rows, TG float *mem, uint lane)
+{
+  for (uint h = 0; h < 2; h++) {
+    float l = f.l[h];
+    l += simd_shuffle_xor(l, 1);
+    l += simd_shuffle_xor(l, 2);
+    const uint row = lane / 4 + h * 8;
+    DEVICE uint *to = (DEVICE uint *)(out + ulong(row) * stride) + lane % 4;
+    for (uint d = 0; d < HEAD_DIM / 8; d++)
+      if (row < rows) to[d * 4] = pack2(f.o[d][h * 2] / l, f.o[d][h * 2 + 1] / l);
+  }
+}
+#endif

@@ -1,0 +1,434 @@
+//! Attention's kernels beyond the cases of the operations: switches that must not change a bit, thresholds, context buckets
+//! larger than the context, several slots, and pages full of NaN wherever nothing was written.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use half::bf16;
+use lily_gpu::kernels::attention::decode::{attention_decode_from, attention_scratch_bytes_from};
+use lily_gpu::kernels::attention::{Attend, attention_prefill};
+use lily_gpu::kernels::common::{Context, SegmentEntry, SlotHeader, StepShape, Tables};
+use lily_gpu::{
+    Buffer, Driver, Operand, Placement, Platform, Profile, Recorder, Shape, Text, Tuning,
+};
+use lily_ops::ElementType;
+use lily_ops::plan::PAGE_TOKENS;
+use lily_softgpu::{Options, SoftDriver};
+
+mod mma;
+
+/// A step of attention alone.
+#[derive(Clone)]
+struct Scene {
+    heads_per_kv: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    /// Rows and position before them of each segment.
+    segments: Vec<(usize, usize)>,
+    /// The context bucket.
+    context: usize,
+    fixed_from: u32,
+    tuning: Tuning,
+    /// GPU cores of the device.
+    cores: u32,
+    gated: bool,
+    platform: Platform,
+    /// Kernel text to put in front.
+    prelude: &'static str,
+}
+
+fn scene(
+    heads_per_kv: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    segments: &[(usize, usize)],
+) -> Scene {
+    let context = segments.iter().map(|(rows, at)| rows + at).max().unwrap();
+    Scene {
+        heads_per_kv,
+        kv_heads,
+        head_dim,
+        segments: segments.to_vec(),
+        context,
+        fixed_from: 1 << 20,
+        tuning: Tuning::default(),
+        cores: 8,
+        gated: false,
+        platform: Platform::Host,
+        prelude: "",
+    }
+}
+
+/// Numbers of a segment: they depend on its position and on nothing else of the scene, so that a slot can be put in
+/// another company.
+fn numbers(what: &str, position: usize, count: usize) -> Vec<bf16> {
+    let mut rng = lily_ops::case::Seeded::new(&format!("{what} {position}"));
+    (0..count).map(|_| bf16::from_f32(rng.unit() * 2.0)).collect()
+}
+
+struct Data {
+    q: Vec<bf16>,
+    gate: Vec<bf16>,
+    k: Vec<bf16>,
+    v: Vec<bf16>,
+}
+
+impl Scene {
+    fn heads(&self) -> usize {
+        self.heads_per_kv * self.kv_heads
+    }
+
+    /// What the slot of a segment has: q and gate `[row][head][dim]`, K and V `[token][kv head][dim]`.
+    fn data(&self, segment: usize) -> Data {
+        let (rows, position) = self.segments[segment];
+        // The cache of a slot that has `position` tokens and gets `rows` is the beginning of a longer one.
+        let tokens = position + rows;
+        let id = tokens;
+        let cache = tokens * self.kv_heads * self.head_dim;
+        // Rows at the end of one sequence keep their numbers however many come in one step.
+        let all = numbers("q", id, tokens.min(600) * self.heads() * self.head_dim);
+        let gates = numbers("gate", id, tokens.min(600) * self.heads() * self.head_dim);
+        let last = |x: Vec<bf16>| x[x.len() - rows * self.heads() * self.head_dim..].to_vec();
+        Data {
+            q: last(all),
+            gate: last(gates),
+            k: numbers("k", id, cache),
+            v: numbers("v", id, cache),
+        }
+    }
+
+    /// softmax(q·Kᵀ / sqrt(d)) · V in f64, and the gate.
+    fn reference(&self) -> Vec<f32> {
+        let (d, kv) = (self.head_dim, self.kv_heads);
+        let mut out = Vec::new();
+        for (i, &(rows, position)) in self.segments.iter().enumerate() {
+            let x = self.data(i);
+            let f = |x: &[bf16]| -> Vec<f64> { x.iter().map(|x| f64::from(x.to_f32())).collect() };
+            let (q, k, v, gate) = (f(&x.q), f(&x.k), f(&x.v), f(&x.gate));
+            for row in 0..rows {
+                for h in 0..self.heads() {
+                    let q = &q[(row * self.heads() + h) * d..][..d];
+                    let at = |t: usize| (t * kv + h / self.heads_per_kv) * d;
+                    let scores: Vec<f64> = (0..=position + row)
+                        .map(|t| q.iter().zip(&k[at(t)..]).map(|(a, b)| a * b).sum::<f64>())
+                        .map(|s| s / (d as f64).sqrt())
+                        .collect();
+                    let max = scores.iter().copied().fold(f64::MIN, f64::max);
+                    let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+                    for e in 0..d {
+                        let y: f64 = (scores.iter().enumerate())
+                            .map(|(t, s)| (s - max).exp() / sum * v[at(t) + e])
+                            .sum();
+                        let g = gate[(row * self.heads() + h) * d + e];
+                        let g = if self.gated { 1.0 / (1.0 + (-g).exp()) } else { 1.0 };
+                        out.push((y * g) as f32);
+                    }
+                }
+            }
+        }
+        out
+    }
+
+    /// What the kernels make of it, and the launches of each.
+    fn run(&self) -> (Vec<bf16>, HashMap<&'static str, u64>) {
+        let profile = Profile {
+            cores: self.cores,
+            platform: self.platform,
+            ..Profile::named("softgpu").unwrap()
+        };
+        let mut driver =
+            SoftDriver::new(Options { profile: profile.clone(), ..Options::default() });
+        let shape = Shape {
+            head_dim: self.head_dim as u32,
+            heads_per_kv: self.heads_per_kv as u32,
+            ..Shape::default()
+        };
+        let (tables, q, qg) = self.upload(&mut driver);
+        let step = StepShape {
+            segments: self.segments.iter().map(|s| s.0 as u32).collect(),
+            outputs: 0,
+            context: self.context as u32,
+        };
+        let c = Context {
+            profile: &profile,
+            tuning: &self.tuning,
+            shape: &shape,
+            step,
+            tables: &tables,
+        };
+        let out = put(&mut driver, &vec![0xFFu8; q.bytes as usize], ElementType::Bf16);
+        let heads = self.heads() as u32;
+        let attend = Attend { q, heads, layer: 1, out };
+        let mut r = Recorder::default();
+        if c.step.is_decode() {
+            let bytes = attention_scratch_bytes_from(&c, heads, self.fixed_from);
+            let scratch = put(&mut driver, &vec![0xFFu8; bytes as usize], ElementType::F32);
+            let gate = self.gated.then_some(qg);
+            attention_decode_from(&mut r, &c, &attend, scratch, gate, self.fixed_from);
+        } else {
+            attention_prefill(&mut r, &c, &attend);
+        }
+        let mut list = r.finish(true);
+        let mut text = Text::new(Platform::Host, &shape);
+        text.source.insert_str(0, self.prelude);
+        let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
+        list.pipelines = driver.pipelines(&Arc::new(text), &kernels).unwrap();
+        let submission = driver.submit(&Arc::new(list)).unwrap();
+        driver.wait(submission).unwrap();
+        let mut bytes = vec![0u8; q.bytes as usize];
+        driver.read(out.buffer, 0, &mut bytes).unwrap();
+        let values = bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b)).collect();
+        (values, driver.stats().launches.clone())
+    }
+
+    /// Tables, queries, and queries with their gates. Pages lie in a shuffled order; whatever holds no token is NaN, as
+    /// is a page that the unused entries of the page table name.
+    fn upload(&self, driver: &mut SoftDriver) -> (Tables, Operand, Operand) {
+        let (d, kv, slots) = (self.head_dim, self.kv_heads, self.segments.len());
+        let max_pages = self.context.div_ceil(PAGE_TOKENS) + 1;
+        let pages_of = |(rows, at): &(usize, usize)| (rows + at).div_ceil(PAGE_TOKENS);
+        let total: usize = self.segments.iter().map(pages_of).sum::<usize>() + 1;
+        let mut cache = [(); 2].map(|()| vec![bf16::NAN; total * kv * PAGE_TOKENS * d]);
+        let mut table = vec![0u32; slots * max_pages];
+        let mut free: Vec<usize> = (1..total).rev().collect();
+        let mut headers = vec![[0u32; 4]; slots];
+        let (mut entries, mut rows_of, mut q, mut qg) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for (i, segment) in self.segments.iter().enumerate() {
+            let slot = slots - 1 - i; // not the order of the segments
+            let data = self.data(i);
+            for (t, (k, v)) in data.k.chunks(kv * d).zip(data.v.chunks(kv * d)).enumerate() {
+                if t % PAGE_TOKENS == 0 {
+                    let page = free.remove(free.len() * 2 / 3);
+                    table[slot * max_pages + t / PAGE_TOKENS] = page as u32;
+                }
+                let page = table[slot * max_pages + t / PAGE_TOKENS] as usize;
+                for h in 0..kv {
+                    let at = ((page * kv + h) * PAGE_TOKENS + t % PAGE_TOKENS) * d;
+                    cache[0][at..at + d].copy_from_slice(&k[h * d..(h + 1) * d]);
+                    cache[1][at..at + d].copy_from_slice(&v[h * d..(h + 1) * d]);
+                }
+            }
+            headers[slot] = [segment.1 as u32, 0, 0, 0];
+            let first = rows_of.len() as u32;
+            entries.push(SegmentEntry {
+                slot: slot as u32,
+                first,
+                rows: segment.0 as u32,
+                first_output: 0,
+            });
+            rows_of.extend(std::iter::repeat_n(i as u32, segment.0));
+            for (q, gate) in data.q.chunks(d).zip(data.gate.chunks(d)) {
+                qg.extend([q, gate].concat());
+            }
+            q.extend(data.q);
+        }
+        let headers: Vec<SlotHeader> = bytemuck::cast_slice(&headers).to_vec();
+        let u32s = |driver: &mut SoftDriver, x: &[u32]| {
+            put(driver, bytemuck::cast_slice(x), ElementType::U32)
+        };
+        let none = u32s(driver, &[0; 4]);
+        let nothing = put(driver, &[0xFF; 16], ElementType::Bf16);
+        let [k, v] = cache.map(|x| put_bf16(driver, &x));
+        let tables = Tables {
+            segments: put(driver, bytemuck::cast_slice(&entries), ElementType::U32),
+            row_segments: u32s(driver, &rows_of),
+            tokens: none,
+            output_rows: none,
+            headers: put(driver, bytemuck::cast_slice(&headers), ElementType::U32),
+            pages: u32s(driver, &table),
+            max_pages: max_pages as u32,
+            states: none,
+            state_words: 0,
+            conv_at: 0,
+            kv: vec![[nothing; 2], [k, v]],
+            rope: none,
+        };
+        (tables, put_bf16(driver, &q), put_bf16(driver, &qg))
+    }
+
+    /// Runs and compares with the reference; the bits and the launches.
+    fn check(&self) -> (Vec<bf16>, HashMap<&'static str, u64>) {
+        let (got, launches) = self.run();
+        let want = self.reference();
+        // Decode rounds the result; flash attention also the probabilities.
+        let relative = if self.segments.iter().all(|s| s.0 == 1) { 4e-3 } else { 8e-3 };
+        let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
+        for (i, (g, w)) in got.iter().zip(&want).enumerate() {
+            let g = g.to_f32();
+            assert!(
+                (g - w).abs() <= relative * largest,
+                "{:?}: element {i} is {g}, want {w}",
+                self.segments
+            );
+        }
+        (got, launches)
+    }
+
+    fn without(&self, switches: &[&str]) -> Self {
+        let mut tuning = self.tuning;
+        for (name, field) in Tuning::SWITCHES {
+            if switches.contains(name) {
+                *field(&mut tuning) = false;
+            }
+        }
+        Self { tuning, ..self.clone() }
+    }
+}
+
+fn put(driver: &mut SoftDriver, data: &[u8], element: ElementType) -> Operand {
+    let bytes = (data.len() as u64).max(16);
+    let buffer: Buffer = driver.allocate("operand", bytes, Placement::Device).unwrap();
+    driver.write(buffer, 0, data).unwrap();
+    Operand { buffer, offset: 0, bytes, element }
+}
+
+fn put_bf16(driver: &mut SoftDriver, data: &[bf16]) -> Operand {
+    let bytes: Vec<u8> = data.iter().flat_map(|x| x.to_le_bytes()).collect();
+    put(driver, &bytes, ElementType::Bf16)
+}
+
+fn ones(positions: &[usize]) -> Vec<(usize, usize)> {
+    positions.iter().map(|p| (1, *p)).collect()
+}
+
+/// Shapes: the real one in small, fewer heads a KV head, a head of no power of two, one head a KV head.
+const SHAPES: [(usize, usize, usize); 5] =
+    [(8, 1, 256), (4, 2, 64), (3, 2, 96), (1, 3, 32), (2, 1, 128)];
+
+#[test]
+fn decode_agrees_with_the_reference() {
+    for (heads_per_kv, kv_heads, head_dim) in SHAPES {
+        let all: [&[usize]; 5] =
+            [&[0], &[7], &[8], &[62, 63, 64], &[255, 600, 256, 31, 32, 33, 0, 127]];
+        for positions in all {
+            for gated in [false, true] {
+                let scene =
+                    Scene { gated, ..scene(heads_per_kv, kv_heads, head_dim, &ones(positions)) };
+                let (_, launches) = scene.check();
+                assert_eq!(launches["attention_split"], 1);
+                assert!(launches.contains_key(
+                    ["attention_combine", "attention_combine_gated"][gated as usize]
+                ));
+            }
+        }
+    }
+}
+
+#[test]
+fn packing_and_reading_order_change_no_bit() {
+    for (heads_per_kv, kv_heads, head_dim) in SHAPES {
+        // With the fixed blocks too, where the shape has them.
+        for fixed_from in [1 << 20, 300] {
+            let base = Scene {
+                fixed_from,
+                ..scene(heads_per_kv, kv_heads, head_dim, &ones(&[299, 301, 77, 9]))
+            };
+            let fixed = fixed_from == 300 && (heads_per_kv, head_dim) == (8, 256);
+            let (bits, launches) = base.check();
+            let kernel = |suffix: &str| {
+                format!("attention_{}{suffix}", if fixed { "fixed" } else { "split" })
+            };
+            assert!(launches.contains_key(kernel("").as_str()), "{launches:?}");
+            let variants: [(&[&str], &str); 3] = [
+                (&["pack_heads"], "_unpacked"),
+                (&["coalesced_kv"], "_strided"),
+                (&["pack_heads", "coalesced_kv"], "_unpacked_strided"),
+            ];
+            for (switches, suffix) in variants {
+                let (other, launches) = base.without(switches).run();
+                assert!(launches.contains_key(kernel(suffix).as_str()), "{launches:?}");
+                assert!(
+                    bits == other,
+                    "{heads_per_kv} {kv_heads} {head_dim} {fixed_from} {suffix}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_slots_bits_do_not_hang_on_its_company_or_the_bucket() {
+    for fixed_from in [1 << 20, 512] {
+        let positions = [40, 511, 700, 130, 512];
+        let together = Scene { fixed_from, ..scene(8, 1, 256, &ones(&positions)) };
+        let (bits, _) = together.check();
+        let larger = Scene { context: 3000, ..together.clone() };
+        assert!(larger.run().0 == bits, "a larger bucket, {fixed_from}");
+        for (i, own) in bits.chunks(8 * 256).enumerate() {
+            let alone = Scene { fixed_from, ..scene(8, 1, 256, &ones(&positions[i..=i])) };
+            assert!(alone.run().0 == own, "position {} alone, {fixed_from}", positions[i]);
+        }
+    }
+}
+
+#[test]
+fn fixed_blocks_begin_at_their_threshold() {
+    // 512 tokens with the new one are enough, 511 are not.
+    for (position, fixed) in [(510, false), (511, true), (512, true), (1100, true)] {
+        let base = Scene { fixed_from: 512, cores: 3, ..scene(8, 1, 256, &ones(&[position])) };
+        let (bits, launches) = base.check();
+        assert_eq!(launches.contains_key("attention_fixed"), fixed);
+        let (general, launches) = base.without(&["fixed_block"]).check();
+        assert!(launches.contains_key("attention_split"));
+        // 3 cores make 3 splits of the general path: at 1101 tokens of 384.
+        assert_eq!(bits == general, position < 511, "{position}");
+    }
+}
+
+#[test]
+fn more_cores_make_more_splits() {
+    for cores in [1, 3, 40, 132] {
+        let scene = Scene { cores, ..scene(8, 1, 256, &ones(&[1000, 5])) };
+        scene.check();
+    }
+}
+
+#[test]
+fn prompts_agree_with_the_reference() {
+    for (heads_per_kv, kv_heads, head_dim) in SHAPES {
+        let all: [&[(usize, usize)]; 4] =
+            [&[(2, 0)], &[(9, 30)], &[(3, 255), (33, 0), (1, 64)], &[(70, 250)]];
+        for segments in all {
+            let base = scene(heads_per_kv, kv_heads, head_dim, segments);
+            let (bits, launches) = base.check();
+            let long = segments.iter().any(|s| s.0 > 8);
+            assert!(
+                launches.contains_key(["flash_attention_8", "flash_attention_16"][long as usize])
+            );
+            let (other, launches) = Scene { platform: Platform::Metal, ..base.clone() }.run();
+            assert!(launches.contains_key("flash_attention_8"));
+            assert!(other == bits, "16 rows and 8: {segments:?}");
+        }
+    }
+    // Two threadgroups for the heads of one KV head, the second not full.
+    scene(12, 1, 64, &[(11, 3), (2, 40)]).check();
+}
+
+#[test]
+fn chunks_of_a_prompt_change_no_bit() {
+    let whole = scene(8, 1, 256, &[(45, 0)]);
+    let (bits, _) = whole.check();
+    let row = 8 * 256;
+    let part = |rows: usize, position: usize| {
+        let mut part = scene(8, 1, 256, &[(rows, position)]);
+        part.context = 600;
+        part
+    };
+    // The last rows of the same slot.
+    assert!(part(13, 32).run().0 == bits[32 * row..]);
+    assert!(part(4, 41).run().0 == bits[41 * row..]);
+}
+
+#[test]
+fn prompts_by_mma_agree_with_the_reference() {
+    for (heads_per_kv, kv_heads, head_dim) in [(8, 1, 256), (4, 2, 64), (3, 1, 96)] {
+        let all: [&[(usize, usize)]; 2] = [&[(3, 30), (17, 0)], &[(18, 40)]];
+        for segments in all {
+            let base = scene(heads_per_kv, kv_heads, head_dim, segments);
+            let scene = Scene { platform: Platform::Cuda, prelude: mma::PRELUDE, ..base };
+            let (_, launches) = scene.check();
+            assert!(launches.contains_key("flash_attention_16"));
+        }
+    }
+}
