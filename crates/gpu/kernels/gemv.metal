@@ -198,8 +198,8 @@ template <uint F> FN void stage_x(const THREAD GemvInput &in, uint first, uint c
       if (in.normed) {
         const DEVICE float *x = (const DEVICE float *)in.x + from, *w = in.norm + first + u * 8;
         const float4 a = load4(x), b = load4(x + 4), v = load4(w), z = load4(w + 4);
-        store4(to, bf16_pair(a.x * s * v.x, a.y * s * v.y), bf16_pair(a.z * s * v.z, a.w * s * v.w),
-               bf16_pair(b.x * s * z.x, b.y * s * z.y), bf16_pair(b.z * s * z.z, b.w * s * z.w));
+        store4(to, pack2(a.x * s * v.x, a.y * s * v.y), pack2(a.z * s * v.z, a.w * s * v.w),
+               pack2(b.x * s * z.x, b.y * s * z.y), pack2(b.z * s * z.z, b.w * s * z.w));
       } else {
         const uint4 q = load4(in.x + from / 2);
         store4(to, q.x, q.y, q.z, q.w);

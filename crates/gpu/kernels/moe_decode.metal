@@ -11,10 +11,9 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   const uint each = paired ? R / 2 : R;
   GemvInput in;
   in.x = x + ulong(entry / p.share) * (p.a.cols / 2);
-  in.norm = (const DEVICE float *)x;
-  in.normed = false;
   in.cols = p.a.cols;
   in.rows = 1;
+  in.normed = false;
   GemvPlace at;
   at.lanes = p.lanes;
   at.beside = 32 / p.lanes;
@@ -27,8 +26,8 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   const Rows a = rows_of(a_slab, p.a, expert);
   Rows b = a;
   if (paired) b = rows_of(b_slab, p.b, expert);
-  float acc[R], inverse[1] = {0.0f};
-  gemv_sums<F, R, 1, TILE>(a, b, paired, at, in, inverse, tile, acc);
+  float acc[R];
+  gemv_sums<F, R, 1, TILE>(a, b, paired, at, in, tile, acc);
 #pragma unroll
   for (uint r = 0; r < R; r++) {
     const uint row = at.first + r * at.beside;
@@ -77,17 +76,15 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   TG uint *shared_tile = tile + p.k * p.down.cols / 2;
   GemvInput in;
   in.x = x;
-  in.norm = weights;
-  in.normed = false;
   in.cols = p.k * p.down.cols;
   in.rows = 1;
-  const float inverse[1] = {0.0f};
-  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, tile, 0, tid, 256);
+  in.normed = false;
+  stage_x<F>(in, 0, in.cols, p.lanes, tile, 0, tid, 256);
   in.x = shared_x;
   in.cols = p.shared_down.cols;
-  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, shared_tile, 0, tid, 256);
+  stage_x<F>(in, 0, in.cols, p.lanes, shared_tile, 0, tid, 256);
   tg_barrier();
-  float sum = 0.0f;
+  float sum[1] = {0.0f};
   for (uint first = 0; first < p.k; first += 8)
     for (uint i = part; i < packets; i += p.lanes) {
       if (first + i > part) load_experts<F>(down, p, ids, first, col, i, q, affine);
@@ -97,16 +94,17 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
         float dot[1] = {0.0f};
         const uint at = ((first + e) * packets + i - part) * (elements / 8) + part;
         dot_packets<F, 1, 1>(q + e * 8, affine + e * 2, tile + at * 4, 0, p.lanes * 4, 1, dot);
-        sum = fma(weights[first + e], dot[0], sum);
+        sum[0] = fma(weights[first + e], dot[0], sum[0]);
       }
     }
   for (uint i = part; i < shared_packets; i += p.lanes) {
     if (i > part) load_packet<F>(shared_rows, col, shared_packets, i, shared_q, shared_affine);
     float dot[1] = {0.0f};
     dot_packets<F, 1, 1>(shared_q, shared_affine, shared_tile + ((i - part) * (elements / 8) + part) * 4, 0, p.lanes * 4, 1, dot);
-    sum = fma(gate, dot[0], sum);
+    sum[0] = fma(gate, dot[0], sum[0]);
   }
-  return lanes_sum(sum, p.lanes);
+  lanes_sum<1>(sum, p.lanes);
+  return sum[0];
 }
 
 // out = residual + the experts' weighted sum: their down projections, routing weights, the shared expert and its gate.

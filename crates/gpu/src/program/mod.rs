@@ -368,13 +368,16 @@ impl Program for GpuProgram {
         self.push_header(slot)
     }
 
-    fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
+    fn begin_answer(&mut self, slot: SlotId, answered: &[u32]) -> Result<(), StepError> {
         self.alive()?;
         self.idle(Some(slot), "beginning an answer")?;
         self.slots.get(slot)?;
         let live = self.slots.live_mut(slot);
-        live.generated = 0;
+        live.generated = answered.len() as u64;
         live.counts.clear();
+        for id in answered {
+            *live.counts.entry(*id).or_default() += 1;
+        }
         live.undo = None;
         self.push_counts(slot)?;
         self.push_header(slot)

@@ -178,7 +178,7 @@ impl Recording {
             values: &values,
             weights: &self.weights,
             scratch: &mut scratch,
-            routes: Vec::new(),
+            routes: None,
         };
         let body = plan.body.len();
         let list = &self.groups[usize::from(!kind.shape.is_decode())];
