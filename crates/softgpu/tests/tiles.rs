@@ -110,8 +110,11 @@ fn tensor_operations() {
 const ASYNC_COPIES: &str = r#"
 #include <vector>
 struct Copy { unsigned *to; const void *from; bool there; };
-static thread_local std::vector<Copy> copies[1024];
-static std::vector<Copy> &own_copies() { return copies[emu::simd() * 32 + emu::lane()]; }
+static thread_local std::vector<Copy> *copies;
+static std::vector<Copy> &own_copies() {
+  if (!copies) copies = new std::vector<Copy>[1024];
+  return copies[emu::simd() * 32 + emu::lane()];
+}
 static void copy_async(unsigned *to, const void *from, bool there) { own_copies().push_back({to, from, there}); }
 static void copy_wait() {
   for (const Copy &c : own_copies()) {
