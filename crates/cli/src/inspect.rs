@@ -160,14 +160,7 @@ fn has_config_alone(dir: &Path) -> bool {
 }
 
 fn of_config(args: &InspectArgs, dir: &Path) -> anyhow::Result<Inspection> {
-    let path = dir.join("config.json");
-    let text = crate::token_ids::read_text(&path)?;
-    let value = serde_json::from_str(&text).map_err(|error| {
-        Failure::new(
-            format!("{}: not JSON: {error}", path.display()),
-            "take the config.json that belongs to the checkpoint",
-        )
-    })?;
+    let value = Checkpoint::read_config(dir)?;
     let source = dir.display().to_string();
     let (config, plan) = plan_of_config(&source, &value, args.compute.precision())?;
     let classes = classes(&plan, |_| None);
