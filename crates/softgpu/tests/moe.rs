@@ -116,6 +116,60 @@ fn layer(rig: &mut Rig, rows: usize) -> Layer {
     }
 }
 
+fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
+fn dot(w: &[f32], x: &[f32]) -> f32 {
+    w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>() as f32
+}
+
+/// Experts with no row, one, and around a block of 16 and of 32; widths that are no whole tile.
+fn sizes(rig: &mut Rig, format: WeightFormat, cols: usize, width: usize, out_width: usize) {
+    let mut ids = Vec::new();
+    for (expert, rows) in [0, 1, 15, 16, 17, 31, 32, 33].into_iter().enumerate() {
+        ids.extend(std::iter::repeat_n(expert as u32, rows));
+    }
+    let rows = ids.len();
+    let ids: Vec<u32> = (0..rows).map(|i| ids[i * 7 % rows]).collect();
+    let x: Vec<f32> = rig.random(rows * cols).iter().map(|x| ElementType::Bf16.round(*x)).collect();
+    let [gate, up] = [(); 2].map(|()| rig.weight(format, 8, width, cols));
+    let down = rig.weight(format, 8, out_width, width);
+    let (x_operand, ids_operand) = (rig.bf16(&x), rig.u32(&ids));
+    let inner = rig.empty(rows * width, ElementType::Bf16);
+    let out = rig.empty(rows * out_width, ElementType::Bf16);
+    let (n, k) = (rows as u32, 1);
+    rig.run(|r, c, scratch| {
+        let routes = Some(route::route(r, c, scratch, ids_operand, n, 8));
+        let (gate, up, down) = (&gate.device, &up.device, &down.device);
+        let first = ExpertsIn { x: x_operand, ids: ids_operand, rows: n, k, gate, up, out: inner };
+        moe::experts_in(r, c, scratch, routes.as_ref(), &first);
+        let second = ExpertsOut { x: inner, ids: ids_operand, rows: n, k, down, out };
+        moe::experts_out(r, c, scratch, routes.as_ref(), &second);
+    });
+    let (got, last) = (rig.read_f32(inner), rig.read_f32(out));
+    let (mut want, mut want_last) = (Vec::new(), Vec::new());
+    for (row, expert) in ids.iter().enumerate() {
+        let (e, x) = (*expert as usize, &x[row * cols..][..cols]);
+        let product = |c| silu(dot(&gate.row_bf16(e, c), x)) * dot(&up.row_bf16(e, c), x);
+        want.extend((0..width).map(product));
+        // From what the first projection stored.
+        let x = &got[row * width..][..width];
+        want_last.extend((0..out_width).map(|c| dot(&down.row_bf16(e, c), x)));
+    }
+    close(&format!("{format:?}: in"), &got, &want, 4e-3);
+    close(&format!("{format:?}: out"), &last, &want_last, 4e-3);
+}
+
+#[test]
+fn experts_of_all_sizes() {
+    let mut rig = rig();
+    sizes(&mut rig, Q4, 64, 64, 100);
+    sizes(&mut rig, Q4, 2048, 64, 10);
+    sizes(&mut rig, WeightFormat::Affine { bits: 8 }, 128, 64, 65);
+    sizes(&mut rig, WeightFormat::Dense(ElementType::F32), 64, 40, 33);
+}
+
 /// Both projections of a layer; the results and the kernels.
 fn both(tuning: Tuning, rows: usize, host_tables: bool) -> ([Vec<f32>; 2], Vec<&'static str>) {
     let mut rig = rig();
