@@ -4,17 +4,16 @@
 // out[entry] = x[entry / share] · a[expert]ᵀ, or with two matrices silu(· a) · (· b): the GEMV of gemv.metal, with the matrix
 // chosen by the entry's expert.
 template <uint F, uint R, uint TILE>
-FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, const DEVICE uint *ids, DEVICE uint *out,
+FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, const DEVICE uint *ids, DEVICE bf16 *out,
                      CONSTANT ExpertsArgs &p, TG uint *tile, uint block, uint entry, uint lane, uint simd, uint tid)
 {
   const bool paired = p.paired != 0;
   const uint each = paired ? R / 2 : R;
   GemvInput in;
   in.x = x + ulong(entry / p.share) * (p.a.cols / 2);
-  in.norm = (const DEVICE float *)x;
-  in.normed = false;
   in.cols = p.a.cols;
   in.rows = 1;
+  in.normed = false;
   GemvPlace at;
   at.lanes = p.lanes;
   at.beside = 32 / p.lanes;
@@ -33,11 +32,11 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   for (uint r = 0; r < R; r++) {
     const uint row = at.first + r * at.beside;
     if (r >= each || row >= at.row_count || (r & (at.lanes - 1)) != at.part) continue;
-    gemv_store(out, in.norm, paired ? uint(GATED) : uint(STORE_BF16), ulong(entry) * at.row_count + row, acc[r], acc[(r + R / 2) % R]);
+    out[ulong(entry) * at.row_count + row] = to_bf16(paired ? silu(acc[r]) * acc[(r + R / 2) % R] : acc[r]);
   }
 }
 
-KERNEL(decode_experts, 256, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, uint, out), ARGS(5, ExpertsArgs, p))
+KERNEL(decode_experts, 256, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, bf16, out), ARGS(5, ExpertsArgs, p))
 {
   SHARED(uint, tile, 2048);
   const uint f = p.a.format;
@@ -77,8 +76,6 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   TG uint *shared_tile = tile + p.k * p.down.cols / 2;
   GemvInput in;
   in.x = x;
-  in.norm = weights;
-  in.normed = false;
   in.cols = p.k * p.down.cols;
   in.rows = 1;
   stage_x<F>(in, 0, in.cols, p.lanes, tile, 0, tid, 256);
@@ -86,7 +83,7 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   in.cols = p.shared_down.cols;
   stage_x<F>(in, 0, in.cols, p.lanes, shared_tile, 0, tid, 256);
   tg_barrier();
-  float sum = 0.0f;
+  float sum[1] = {0.0f};
   for (uint first = 0; first < p.k; first += 8)
     for (uint i = part; i < packets; i += p.lanes) {
       if (first + i > part) load_experts<F>(down, p, ids, first, col, i, q, affine);
@@ -96,17 +93,17 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
         float dot[1] = {0.0f};
         const uint at = ((first + e) * packets + i - part) * (elements / 8) + part;
         dot_packets<F, 1, 1>(q + e * 8, affine + e * 2, tile + at * 4, 0, p.lanes * 4, 1, dot);
-        sum = fma(weights[first + e], dot[0], sum);
+        sum[0] = fma(weights[first + e], dot[0], sum[0]);
       }
     }
   for (uint i = part; i < shared_packets; i += p.lanes) {
     if (i > part) load_packet<F>(shared_rows, col, shared_packets, i, shared_q, shared_affine);
     float dot[1] = {0.0f};
     dot_packets<F, 1, 1>(shared_q, shared_affine, shared_tile + ((i - part) * (elements / 8) + part) * 4, 0, p.lanes * 4, 1, dot);
-    sum = fma(gate, dot[0], sum);
+    sum[0] = fma(gate, dot[0], sum[0]);
   }
-  lanes_sum<1>(&sum, p.lanes);
-  return sum;
+  lanes_sum<1>(sum, p.lanes);
+  return sum[0];
 }
 
 // out = residual + the experts' weighted sum: their down projections, routing weights, the shared expert and its gate.

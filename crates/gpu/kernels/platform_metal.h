@@ -15,7 +15,7 @@ using namespace metal;
 #define IN(i, T, name)   device const T *name [[buffer(i)]]
 #define OUT(i, T, name)  device T *name [[buffer(i)]]
 #define ARGS(i, T, name) constant T &name [[buffer(i)]]
-#define SHARED(T, name, n) threadgroup T name[n]
+#define SHARED(T, name, n) alignas(16) threadgroup T name[n] // load4 and store4 need it
 #define K_IDS uint3 k_group [[threadgroup_position_in_grid]], uint3 k_thread [[thread_position_in_threadgroup]], \
     uint3 k_groups [[threadgroups_per_grid]], uint k_lane [[thread_index_in_simdgroup]], uint k_simd [[simdgroup_index_in_threadgroup]]
 #define KERNEL(name, maxthreads, ...) [[kernel, max_total_threads_per_threadgroup(maxthreads)]] void name(__VA_ARGS__, K_IDS)

@@ -43,7 +43,8 @@ FN WeightRows weight_rows(const DEVICE uint *slab, CONSTANT Matrix &m, uint matr
 enum { ANY_FORMAT = 4 };
 template <uint F> struct Cursor {
   const DEVICE uint *codes;
-  const DEVICE bf16 *scales, *biases;
+  const DEVICE bf16 *scales;
+  uint to_bias; // from a group's scale to its bias
   uint format;
 };
 
@@ -56,7 +57,7 @@ template <uint F> FN void open_row(THREAD Cursor<F> &c, WeightRows w, uint r)
   const uint format = format_of(c);
   c.codes = w.base.codes + row * (format == Q4 ? w.cols / 8 : format == Q8 ? w.cols / 4 : format == BF16 ? w.cols / 2 : w.cols);
   c.scales = w.base.scales + row * (w.cols / GROUP);
-  c.biases = w.base.biases + row * (w.cols / GROUP);
+  c.to_bias = uint(w.base.biases - w.base.scales);
 }
 template <uint F> FN void open_row(THREAD Cursor<F> &c, PairedRows w, uint r)
 {
@@ -85,7 +86,7 @@ template <uint F> FN Fetched fetch(const THREAD Cursor<F> &c, uint k)
   }
   if (format == Q4 || format == Q8) {
     f.scale = f32(c.scales[k / GROUP]);
-    f.bias = f32(c.biases[k / GROUP]);
+    f.bias = f32(c.scales[k / GROUP + c.to_bias]);
   }
   return f;
 }

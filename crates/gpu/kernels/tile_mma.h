@@ -1,4 +1,4 @@
-#ifdef K_CUDA
+#if defined(K_CUDA) || defined(K_MMA)
 // Matrix tiles by mma.sync: two buffers in shared memory, a step of 64 of K. Activations come by cp.async; weights go through
 // registers, are loaded one step ahead and dequantized on the way. One barrier a step.
 #define TILE_K 64u
@@ -6,23 +6,26 @@
 #define TILE_BUFFER(M, N) (((M) + (N)) * (TILE_STRIDE / 2))
 #define TILE_WORDS(M, N) (2 * TILE_BUFFER(M, N) > (M) * ((N) + 4) ? 2 * TILE_BUFFER(M, N) : (M) * ((N) + 4))
 
-FN uint shared_address(const void *p) { return uint(__cvta_generic_to_shared(p)); }
+#ifdef K_CUDA
+FN uint shared_address(const TG void *p) { return uint(__cvta_generic_to_shared(p)); }
 // 16 bytes from device to shared memory, or zeros.
-FN void copy_async(uint to, const void *from, bool there)
+FN void copy_async(TG uint *to, const DEVICE bf16 *from, bool there)
 {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16u : 0u) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(there ? 16u : 0u) : "memory");
 }
 FN void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-FN void load_matrices(uint (&r)[4], uint from)
+// Four 8x8 matrices, whose rows lie where lanes 0 to 7, 8 to 15, ... say.
+FN void load_matrices(THREAD uint *r, const TG bf16 *row)
 {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
-FN void multiply(float (&d)[4], const uint (&a)[4], uint b0, uint b1)
+FN void multiply_16x8(THREAD float *d, const THREAD uint *a, uint b0, uint b1)
 {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#endif
 
 template <uint M, uint N, uint F, class A, class B, class E>
 FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, uint simd)
@@ -30,18 +33,17 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
   // Eight threads a row of 64, sixteen rows at a time.
   constexpr uint ROWS_A = M / 16, ROWS_W = N / 16, TILES = N / 32, BUFFER = TILE_BUFFER(M, N);
   const uint row = tid / 8, at = tid % 8 * 8;
-  const bf16 *x[ROWS_A];
+  const DEVICE bf16 *x[ROWS_A];
   Cursor<F> rows[ROWS_W];
 #pragma unroll
   for (uint i = 0; i < ROWS_A; i++) x[i] = row_of(a, row + 16 * i);
 #pragma unroll
   for (uint j = 0; j < ROWS_W; j++) open_row(rows[j], w, row + 16 * j);
-  uint *to_w = mem + (M + row) * (TILE_STRIDE / 2) + at / 2;
-  const uint base = shared_address(mem);
-  const uint to_a = base + (row * TILE_STRIDE + at) * 2;
+  TG uint *to_a = mem + row * (TILE_STRIDE / 2) + at / 2;
+  TG uint *to_w = to_a + M * (TILE_STRIDE / 2);
   // ldmatrix takes a row address from each lane: of a, 16 rows and both halves of 16 columns; of w, 8 rows and four eighths.
-  const uint from_a = base + ((lane % 16) * TILE_STRIDE + lane / 16 * 8) * 2;
-  const uint from_w = base + ((M + simd * (N / 4) + lane % 8) * TILE_STRIDE + lane / 8 * 8) * 2;
+  const TG bf16 *from_a = (const TG bf16 *)mem + lane % 16 * TILE_STRIDE + lane / 16 * 8;
+  const TG bf16 *from_w = (const TG bf16 *)mem + (M + simd * (N / 4) + lane % 8) * TILE_STRIDE + lane / 8 * 8;
 
   float acc[ROWS_A][TILES][4];
 #pragma unroll
@@ -53,7 +55,7 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
 
   Fetched next[ROWS_W];
 #pragma unroll
-  for (uint i = 0; i < ROWS_A; i++) copy_async(to_a + i * 16 * TILE_STRIDE * 2, x[i] + (at < cols ? at : 0), at < cols);
+  for (uint i = 0; i < ROWS_A; i++) copy_async(to_a + i * 8 * TILE_STRIDE, x[i] + (at < cols ? at : 0), at < cols);
   if (at < cols)
 #pragma unroll
     for (uint j = 0; j < ROWS_W; j++) next[j] = fetch(rows[j], at);
@@ -72,7 +74,7 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
     if (k0 + TILE_K < cols) {
 #pragma unroll
       for (uint i = 0; i < ROWS_A; i++)
-        copy_async(to_a + (buffer ^ 1) * BUFFER * 4 + i * 16 * TILE_STRIDE * 2, x[i] + (k < cols ? k : 0), k < cols);
+        copy_async(to_a + (buffer ^ 1) * BUFFER + i * 8 * TILE_STRIDE, x[i] + (k < cols ? k : 0), k < cols);
       if (k < cols)
 #pragma unroll
         for (uint j = 0; j < ROWS_W; j++) next[j] = fetch(rows[j], k);
@@ -83,25 +85,25 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
 #pragma unroll
       for (uint i = 0; i < ROWS_A; i++)
 #pragma unroll
-        for (uint h = 0; h < 2; h++) load_matrices(fa[i][h], from_a + buffer * BUFFER * 4 + (i * 16 * TILE_STRIDE + s + h * 16) * 2);
+        for (uint h = 0; h < 2; h++) load_matrices(fa[i][h], from_a + buffer * BUFFER * 2 + i * 16 * TILE_STRIDE + s + h * 16);
 #pragma unroll
-      for (uint j = 0; j < TILES; j++) load_matrices(fw[j], from_w + buffer * BUFFER * 4 + (j * 8 * TILE_STRIDE + s) * 2);
+      for (uint j = 0; j < TILES; j++) load_matrices(fw[j], from_w + buffer * BUFFER * 2 + j * 8 * TILE_STRIDE + s);
 #pragma unroll
       for (uint h = 0; h < 2; h++)
 #pragma unroll
         for (uint i = 0; i < ROWS_A; i++)
 #pragma unroll
-          for (uint j = 0; j < TILES; j++) multiply(acc[i][j], fa[i][h], fw[j][2 * h], fw[j][2 * h + 1]);
+          for (uint j = 0; j < TILES; j++) multiply_16x8(acc[i][j], fa[i][h], fw[j][2 * h], fw[j][2 * h + 1]);
     }
   }
 
   tg_barrier();   // the tile takes the buffers' place
-  float *tile = (float *)mem;
+  TG float *tile = (TG float *)mem;
 #pragma unroll
   for (uint i = 0; i < ROWS_A; i++)
 #pragma unroll
     for (uint j = 0; j < TILES; j++) {
-      float *p = tile + (i * 16 + lane / 4) * (N + 4) + simd * (N / 4) + j * 8 + lane % 4 * 2;
+      TG float *p = tile + (i * 16 + lane / 4) * (N + 4) + simd * (N / 4) + j * 8 + lane % 4 * 2;
       p[0] = acc[i][j][0];
       p[1] = acc[i][j][1];
       p[8 * (N + 4)] = acc[i][j][2];

@@ -17,8 +17,9 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
   auto ta = tensor<TG bf16, dextents<int, 2>, tensor_inline>(staged, dextents<int, 2>(32, int(M)));
   auto tw = tensor<TG bf16, dextents<int, 2>, tensor_inline>(staged + M * 32, dextents<int, 2>(32, int(N)));
   // All seven parameters: what `multiply` does to the old sums is not settled.
-  mpp::tensor_ops::matmul2d<mpp::tensor_ops::matmul2d_descriptor(int(M), int(N), 32, false, true, false,
-      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate), execution_simdgroups<4>> mm;
+  constexpr auto step = mpp::tensor_ops::matmul2d_descriptor(M, N, 32, false, true, false,
+      mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+  mpp::tensor_ops::matmul2d<step, execution_simdgroups<4>> mm;
   auto acc = mm.template get_destination_cooperative_tensor<decltype(ta), decltype(tw), float>();
   for (int i = 0; i < acc.get_capacity(); i++)
     if (acc.is_valid_element(i)) acc[i] = 0.0f;

@@ -1,4 +1,4 @@
-#if !defined(K_CUDA) && !defined(K_TENSOR) && !defined(K_PLAIN)
+#if !defined(K_CUDA) && !defined(K_TENSOR) && !defined(K_PLAIN) && !defined(K_MMA)
 // Matrix tiles by 8x8 simdgroup matrices: Metal, and the host.
 //
 // A step of 32 of K: 128 threads fetch 8 elements each of a and 16 of w, dequantize them into threadgroup memory, and each of

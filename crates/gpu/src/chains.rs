@@ -5,7 +5,7 @@ use lily_ops::{Op, ops};
 use crate::encode::Bound;
 use crate::fuse::Group;
 use crate::kernels::attention::{self, Attend};
-use crate::kernels::common::{Context, StepShape};
+use crate::kernels::common::Context;
 use crate::kernels::gemv::{self, GemvInput, GemvOutput};
 use crate::kernels::{delta, elementwise, gemm, moe};
 use crate::list::Recorder;
@@ -204,6 +204,7 @@ fn project_add(
         let input = GemvInput { x, norm: None, rows };
         gemv::gemv(r, c, input, &[GemvOutput { weight, out, epilogue }]);
     } else {
+        gemm::supports(b.width(linear.x))?;
         let epilogue = gemm::Epilogue::AddTo(residual);
         gemm::dense(r, c, b.scratch, &gemm::Product { x, rows, weight, out, epilogue });
     }
@@ -218,8 +219,8 @@ fn experts_out(
     shared: &ops::Linear,
     combine: &ops::MoeCombine,
 ) -> Result<bool, String> {
-    let rows = b.rows(c, combine.residual);
-    if rows > StepShape::DECODE_ROWS {
+    let (rows, k) = (b.rows(c, combine.residual), b.width(experts.ids));
+    if !moe::fits_sum(b.weight(experts.down), b.weight(shared.weight), rows, k) {
         return Ok(false);
     }
     let sum = moe::ExpertsSum {
@@ -227,7 +228,7 @@ fn experts_out(
         ids: b.value(experts.ids),
         weights: b.value(combine.weights),
         rows,
-        k: b.width(experts.ids),
+        k,
         down: b.weight(experts.down),
         shared_x: b.value(shared.x),
         shared_down: b.weight(shared.weight),

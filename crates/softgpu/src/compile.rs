@@ -34,6 +34,12 @@ impl Default for Compiler {
 }
 
 impl Compiler {
+    /// With more flags, which win over those before them.
+    pub fn with_flags(mut self, flags: &[&str]) -> Self {
+        self.flags.extend(flags.iter().map(|flag| (*flag).to_string()));
+        self
+    }
+
     /// The shared library of a kernel text.
     pub fn library(&self, source: &str) -> Result<Library, CompileError> {
         let mut hasher = DefaultHasher::new();

@@ -125,9 +125,7 @@ pub fn experts_in(
 ) {
     match routes {
         Some(routes) => grouped_experts_in(r, c, scratch, routes, op),
-        None if c.tuning.fuse_experts_in && gemv::can_pair(op.gate, op.up) => {
-            decode_experts_in(r, op)
-        }
+        None if c.tuning.fuse_experts_in && can_pair(op.gate, op.up) => decode_experts_in(r, op),
         None => separate_experts_in(r, c, scratch, op),
     }
 }
@@ -164,6 +162,12 @@ fn grouped_experts_in(
             + routes.blocks.bytes
             + op.out.bytes,
     );
+}
+
+/// Whether one kernel can read both weights: their slabs may differ.
+fn can_pair(gate: &DeviceWeight, up: &DeviceWeight) -> bool {
+    let shape = |w: &Matrix| (w.rows, w.cols, w.format);
+    shape(&gate.matrix) == shape(&up.matrix)
 }
 
 fn decode_experts_in(r: &mut Recorder, op: &ExpertsIn) {

@@ -1,0 +1,340 @@
+//! Routing and experts beside the plan's operations: tables, switches, the fused chain.
+
+mod operands;
+
+use lily_gpu::kernels::moe::{self, Combine, ExpertsIn, ExpertsOut, ExpertsSum};
+use lily_gpu::kernels::route::{self, Routes, Selection};
+use lily_gpu::{Operand, Tuning};
+use lily_ops::{ElementType, WeightFormat};
+use operands::{EXPERT_FILES, Rig, TestWeight, close, text_of};
+
+const Q4: WeightFormat = WeightFormat::Affine { bits: 4 };
+
+fn rig() -> Rig {
+    Rig::new(text_of("", "", EXPERT_FILES))
+}
+
+/// The tables that the device makes, and those of the host.
+fn check_routes(rig: &mut Rig, what: &str, ids: &[u32], experts: u32, adaptive: bool) {
+    rig.tuning.adaptive_tiles = adaptive;
+    let entries = ids.len() as u32;
+    let ids_operand = rig.u32(ids);
+    let most = route::most_blocks(entries, experts, adaptive) as usize;
+    let (order, blocks) =
+        (rig.empty(ids.len(), ElementType::U32), rig.empty(4 + 4 * most, ElementType::U32));
+    let kernels = rig.run(|r, c, scratch| {
+        let routes = route::route(r, c, scratch, ids_operand, entries, experts);
+        assert_eq!(routes.most_blocks as usize, most);
+        // What lies in scratch is read through operands of the test.
+        for dispatch in &mut r.dispatches {
+            for binding in &mut dispatch.bindings {
+                for (from, to) in [(routes.order, order), (routes.blocks, blocks)] {
+                    if binding.buffer == from.buffer {
+                        binding.buffer = to.buffer;
+                    }
+                }
+            }
+        }
+    });
+    assert_eq!(kernels, ["route_count", "route_scatter"]);
+    let host = route::host_tables(ids, experts, adaptive);
+    assert_eq!(rig.read_u32(order), host.order, "{what}");
+    assert_eq!(rig.read_u32(blocks)[..host.blocks.len()], host.blocks, "{what}");
+}
+
+#[test]
+fn device_and_host_make_the_same_tables() {
+    let mut rig = rig();
+    for adaptive in [true, false] {
+        // Experts with no row, one, around a block of 16 and of 32, and many.
+        let mut ids = Vec::new();
+        for (expert, rows) in [0, 1, 15, 16, 17, 31, 32, 33, 48, 49, 100].into_iter().enumerate() {
+            ids.extend(std::iter::repeat_n(expert as u32, rows));
+        }
+        // In an order that mixes them.
+        let n = ids.len();
+        let mixed: Vec<u32> = (0..n).map(|i| ids[i * 101 % n]).collect();
+        check_routes(&mut rig, "sizes", &mixed, 12, adaptive);
+        check_routes(&mut rig, "all on one", &[3; 90], 4, adaptive);
+        check_routes(&mut rig, "one", &[2], 3, adaptive);
+        // More than one threadgroup has entries; more than one simdgroup has experts.
+        let random: Vec<u32> =
+            rig.random(1100).iter().map(|x| ((x + 1.0) * 128.0) as u32 % 256).collect();
+        check_routes(&mut rig, "256 experts", &random, 256, adaptive);
+        // More than one expert a thread.
+        let wide: Vec<u32> = random.iter().map(|x| x * 4 % 1023).collect();
+        check_routes(&mut rig, "1023 experts", &wide, 1023, adaptive);
+    }
+}
+
+#[test]
+fn equal_logits_go_to_the_lower_id() {
+    let mut rig = rig();
+    let mut logits = vec![0.0f32; 2 * 40];
+    logits[7] = -0.0;
+    logits[33] = 1.0;
+    logits[40..].fill(-1.5);
+    logits[79] = f32::NEG_INFINITY;
+    logits[41] = 2.0;
+    logits[75] = 2.0;
+    let (x, ids, weights) =
+        (rig.f32(&logits), rig.empty(8, ElementType::U32), rig.empty(8, ElementType::F32));
+    rig.run(|r, c, _| {
+        route::router(r, c, &Selection { logits: x, rows: 2, experts: 40, k: 4, ids, weights });
+    });
+    assert_eq!(rig.read_u32(ids), [33, 0, 1, 2, 1, 35, 0, 2]);
+    let e = 1f32.exp();
+    let want: Vec<f32> = [e, 1.0, 1.0, 1.0].iter().map(|x| x / (e + 3.0)).collect();
+    close("weights", &rig.read_f32(weights)[..4], &want, 1e-6);
+}
+
+const WIDTH: usize = 64;
+const COLS: usize = 128;
+const EXPERTS: usize = 6;
+const K: usize = 2;
+
+struct Layer {
+    x: Operand,
+    ids: Operand,
+    gate: TestWeight,
+    up: TestWeight,
+    down: TestWeight,
+}
+
+/// A small layer of experts and `rows` rows of input, on which no expert, one, or all rows fall.
+fn layer(rig: &mut Rig, rows: usize) -> Layer {
+    const MOST: usize = 64;
+    let x = rig.random(MOST * COLS)[..rows * COLS].to_vec();
+    let ids: Vec<u32> =
+        (0..rows as u32).flat_map(|r| [5, if r == 3 { 1 } else { r % 2 * 2 }]).collect();
+    Layer {
+        x: rig.bf16(&x),
+        ids: rig.u32(&ids),
+        gate: rig.weight(Q4, EXPERTS, WIDTH, COLS),
+        up: rig.weight(Q4, EXPERTS, WIDTH, COLS),
+        down: rig.weight(Q4, EXPERTS, 100, WIDTH),
+    }
+}
+
+fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
+fn dot(w: &[f32], x: &[f32]) -> f32 {
+    w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>() as f32
+}
+
+/// Experts with no row, one, and around a block of 16 and of 32; widths that are no whole tile.
+fn sizes(rig: &mut Rig, format: WeightFormat, cols: usize, width: usize, out_width: usize) {
+    let mut ids = Vec::new();
+    for (expert, rows) in [0, 1, 15, 16, 17, 31, 32, 33].into_iter().enumerate() {
+        ids.extend(std::iter::repeat_n(expert as u32, rows));
+    }
+    let rows = ids.len();
+    let ids: Vec<u32> = (0..rows).map(|i| ids[i * 7 % rows]).collect();
+    let x: Vec<f32> = rig.random(rows * cols).iter().map(|x| ElementType::Bf16.round(*x)).collect();
+    let [gate, up] = [(); 2].map(|()| rig.weight(format, 8, width, cols));
+    let down = rig.weight(format, 8, out_width, width);
+    let (x_operand, ids_operand) = (rig.bf16(&x), rig.u32(&ids));
+    let inner = rig.empty(rows * width, ElementType::Bf16);
+    let out = rig.empty(rows * out_width, ElementType::Bf16);
+    let (n, k) = (rows as u32, 1);
+    rig.run(|r, c, scratch| {
+        let routes = Some(route::route(r, c, scratch, ids_operand, n, 8));
+        let (gate, up, down) = (&gate.device, &up.device, &down.device);
+        let first = ExpertsIn { x: x_operand, ids: ids_operand, rows: n, k, gate, up, out: inner };
+        moe::experts_in(r, c, scratch, routes.as_ref(), &first);
+        let second = ExpertsOut { x: inner, ids: ids_operand, rows: n, k, down, out };
+        moe::experts_out(r, c, scratch, routes.as_ref(), &second);
+    });
+    let (got, last) = (rig.read_f32(inner), rig.read_f32(out));
+    let (mut want, mut want_last) = (Vec::new(), Vec::new());
+    for (row, expert) in ids.iter().enumerate() {
+        let (e, x) = (*expert as usize, &x[row * cols..][..cols]);
+        let product = |c| silu(dot(&gate.row_bf16(e, c), x)) * dot(&up.row_bf16(e, c), x);
+        want.extend((0..width).map(product));
+        // From what the first projection stored.
+        let x = &got[row * width..][..width];
+        want_last.extend((0..out_width).map(|c| dot(&down.row_bf16(e, c), x)));
+    }
+    close(&format!("{format:?}: in"), &got, &want, 4e-3);
+    close(&format!("{format:?}: out"), &last, &want_last, 4e-3);
+}
+
+#[test]
+fn experts_of_all_sizes() {
+    let mut rig = rig();
+    sizes(&mut rig, Q4, 64, 64, 100);
+    sizes(&mut rig, Q4, 2048, 64, 10);
+    sizes(&mut rig, WeightFormat::Affine { bits: 8 }, 128, 64, 65);
+    sizes(&mut rig, WeightFormat::Dense(ElementType::F32), 64, 40, 33);
+}
+
+/// Both projections of a layer; the results and the kernels.
+fn both(tuning: Tuning, rows: usize, host_tables: bool) -> ([Vec<f32>; 2], Vec<&'static str>) {
+    let mut rig = rig();
+    rig.tuning = tuning;
+    let l = layer(&mut rig, rows);
+    let inner = rig.empty(rows * K * WIDTH, ElementType::Bf16);
+    let out = rig.empty(rows * K * 100, ElementType::Bf16);
+    let (n, k) = (rows as u32, K as u32);
+    let (entries, experts) = (n * k, EXPERTS as u32);
+    let ids = rig.read_u32(l.ids);
+    let host = route::host_tables(&ids, experts, tuning.adaptive_tiles);
+    let made = Routes {
+        order: rig.u32(&host.order),
+        blocks: rig.u32(&host.blocks),
+        most_blocks: route::most_blocks(entries, experts, tuning.adaptive_tiles),
+    };
+    let kernels = rig.run(|r, c, scratch| {
+        let routes = match (moe::few(n), host_tables) {
+            (true, _) => None,
+            (_, true) => Some(made),
+            _ => Some(route::route(r, c, scratch, l.ids, entries, experts)),
+        };
+        let (gate, up, down) = (&l.gate.device, &l.up.device, &l.down.device);
+        let first = ExpertsIn { x: l.x, ids: l.ids, rows: n, k, gate, up, out: inner };
+        moe::experts_in(r, c, scratch, routes.as_ref(), &first);
+        let second = ExpertsOut { x: inner, ids: l.ids, rows: n, k, down, out };
+        moe::experts_out(r, c, scratch, routes.as_ref(), &second);
+    });
+    ([rig.read_f32(inner), rig.read_f32(out)], kernels)
+}
+
+#[test]
+fn switches_of_grouped_experts_change_the_way_and_not_the_bits() {
+    let (on, kernels) = both(Tuning::default(), 37, false);
+    assert_eq!(kernels, ["route_count", "route_scatter", "experts_in_q4", "experts_out_q4"]);
+    assert!(on.iter().flatten().all(|x| x.is_finite()));
+    let off = Tuning::without("dequantize_in_gemm").unwrap();
+    let (expanded, kernels) = both(off, 37, false);
+    assert_eq!(kernels.iter().filter(|k| **k == "dequantize").count(), 3);
+    assert_eq!(on, expanded);
+    let (small, _) = both(Tuning::without("adaptive_tiles").unwrap(), 37, false);
+    assert_eq!(on, small);
+    let (hosts, kernels) = both(Tuning::default(), 37, true);
+    assert_eq!(kernels, ["experts_in_q4", "experts_out_q4"]);
+    assert_eq!(on, hosts);
+}
+
+#[test]
+fn a_rows_bits_do_not_depend_on_the_number_of_rows() {
+    let ([inner, out], kernels) = both(Tuning::default(), 8, false);
+    assert_eq!(kernels, ["decode_experts", "decode_experts"]);
+    for rows in [1, 3, 5] {
+        let ([i, o], _) = both(Tuning::default(), rows, false);
+        assert_eq!(i[..], inner[..rows * K * WIDTH], "{rows} rows");
+        assert_eq!(o[..], out[..rows * K * 100], "{rows} rows");
+    }
+    let (separate, kernels) = both(Tuning::without("fuse_experts_in").unwrap(), 8, false);
+    assert_eq!(kernels[..3], ["decode_experts", "decode_experts", "swiglu"]);
+    close("separate", &separate[0], &inner, 0.02);
+    close("separate", &separate[1], &out, 0.02);
+}
+
+struct Chain {
+    rows: usize,
+    format: WeightFormat,
+    cols: usize,
+    shared_cols: usize,
+}
+
+/// The fused chain of the first `rows` rows, and the same operations one by one.
+fn chain(rig: &mut Rig, c: &Chain) -> [Vec<f32>; 2] {
+    const OUT: usize = 70;
+    let Chain { rows, format, cols, shared_cols } = *c;
+    let k = 3;
+    let down = rig.weight(format, EXPERTS, OUT, cols);
+    let shared_down = rig.weight(format, 1, OUT, shared_cols);
+    let x = rig.random(8 * k * cols);
+    let shared_x = rig.random(8 * shared_cols);
+    let old = rig.random(8 * OUT);
+    let ids: Vec<u32> = (0..8).flat_map(|r| [5, r % 3, 3]).collect();
+    let scores: Vec<f32> = (0..8 * k).map(|i| 0.5 / (1 + i) as f32).collect();
+    let gates = rig.random(8);
+    let x = rig.bf16(&x[..rows * k * cols]);
+    let ids = rig.u32(&ids[..rows * k]);
+    let weights = rig.f32(&scores[..rows * k]);
+    let shared_operand = rig.bf16(&shared_x[..rows * shared_cols]);
+    let shared_gate = rig.f32(&gates[..rows]);
+    let residual = rig.f32(&old[..rows * OUT]);
+    let out = rig.empty(rows * OUT, ElementType::F32);
+    let (n, k) = (rows as u32, k as u32);
+    assert!(moe::fits_sum(&down.device, &shared_down.device, n, k));
+    let sum = ExpertsSum {
+        x,
+        ids,
+        weights,
+        rows: n,
+        k,
+        down: &down.device,
+        shared_x: shared_operand,
+        shared_down: &shared_down.device,
+        shared_gate,
+        residual,
+        out,
+    };
+    let kernels = rig.run(|r, c, _| moe::decode_experts_out(r, c, &sum));
+    assert_eq!(kernels, ["decode_experts_out"]);
+    let fused = rig.read_f32(out);
+
+    let routed = rig.empty(rows * k as usize * OUT, ElementType::Bf16);
+    let shared: Vec<f32> = (0..rows)
+        .flat_map(|row| {
+            let x = &shared_x[row * shared_cols..][..shared_cols];
+            let dot = |r| {
+                let w: Vec<f32> = shared_down.row(0, r);
+                w.iter().zip(x).map(|(w, x)| w * ElementType::Bf16.round(*x)).sum()
+            };
+            (0..OUT).map(dot).collect::<Vec<f32>>()
+        })
+        .collect();
+    let shared = rig.bf16(&shared);
+    rig.run(|r, c, scratch| {
+        let experts = ExpertsOut { x, ids, rows: n, k, down: &down.device, out: routed };
+        moe::experts_out(r, c, scratch, None, &experts);
+        let combine = Combine {
+            residual,
+            routed,
+            weights,
+            shared,
+            shared_gate,
+            out,
+            rows: n,
+            k,
+            width: OUT as u32,
+        };
+        moe::combine(r, c, &combine);
+    });
+    [fused, rig.read_f32(out)]
+}
+
+#[test]
+fn the_fused_chain_is_the_operations_one_by_one() {
+    let mut rig = rig();
+    for (format, cols, shared_cols) in [
+        (Q4, 64, 64),
+        (Q4, 192, 128),
+        (Q4, 512, 512),
+        (WeightFormat::Affine { bits: 8 }, 128, 64),
+        (WeightFormat::Dense(ElementType::Bf16), 64, 128),
+        (WeightFormat::Dense(ElementType::F32), 64, 64),
+    ] {
+        for rows in [1, 5] {
+            let [fused, apart] = chain(&mut rig, &Chain { rows, format, cols, shared_cols });
+            // The operations round each expert's result to bf16.
+            close(&format!("{format:?}, {rows}x{cols}"), &fused, &apart, 3e-3);
+        }
+    }
+}
+
+#[test]
+fn a_fused_rows_bits_do_not_depend_on_the_number_of_rows() {
+    let of = |rows| {
+        chain(&mut rig(), &Chain { rows, format: Q4, cols: 64, shared_cols: 128 })[0].clone()
+    };
+    let eight = of(8);
+    for rows in [1, 2, 3, 7] {
+        assert_eq!(of(rows)[..], eight[..rows * 70], "{rows} rows");
+    }
+}
