@@ -180,6 +180,7 @@ impl Scene {
         }
         let mut list = r.finish(true);
         let mut text = Text::new(Platform::Host, &shape);
+        text.source = attention_only(&text.source);
         text.source.insert_str(0, self.prelude);
         let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
         list.pipelines = driver.pipelines(&Arc::new(text), &kernels).unwrap();
@@ -302,6 +303,23 @@ impl Scene {
     }
 }
 
+/// The text without the other families' kernels, which cost a compiler's time.
+fn attention_only(source: &str) -> String {
+    let mark = "#line 1 \"";
+    let mut parts = source.split(mark);
+    let mut text = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        if ["platform", "arguments", "common", "attention"]
+            .iter()
+            .any(|name| part.starts_with(name))
+        {
+            text += mark;
+            text += part;
+        }
+    }
+    text
+}
+
 fn put(driver: &mut SoftDriver, data: &[u8], element: ElementType) -> Operand {
     let bytes = (data.len() as u64).max(16);
     let buffer: Buffer = driver.allocate("operand", bytes, Placement::Device).unwrap();
@@ -413,7 +431,7 @@ fn more_cores_make_more_splits() {
     for cores in [1, 3, 40, 132] {
         let scene = Scene { cores, ..scene(8, 1, 256, &ones(&[1000, 5])) };
         // 16 blocks of 64 tokens: one split, 3 of 6 blocks at most, 16 of one block.
-        let splits = [1, 3, 16, 16][(cores > 1) as usize + (cores > 3) as usize];
+        let splits = [1, 3, 16][(cores > 1) as usize + (cores > 3) as usize];
         assert_eq!(scene.check().splits, [splits, 1]);
     }
 }
