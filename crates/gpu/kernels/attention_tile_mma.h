@@ -65,8 +65,7 @@ template <uint RT> FN void flash_scores(THREAD FlashTile<RT> &f, THREAD FlashWei
     most = fmax(most, simd_shuffle_xor(most, 1));
     most = fmax(most, simd_shuffle_xor(most, 2));
     for (uint i = 0; i < 8; i++) {
-      const uint token = t0 + i / 2 * 8 + lane % 4 * 2 + i % 2;
-      const float e = token <= last ? exp2(s[i / 2][h * 2 + i % 2] - most) : 0.0f;
+      const float e = exp2(s[i / 2][h * 2 + i % 2] - most); // 0 for what is not seen: every row has seen the first token
       s[i / 2][h * 2 + i % 2] = e;
       sum += e;
     }

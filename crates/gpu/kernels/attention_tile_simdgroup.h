@@ -55,14 +55,13 @@ template <uint RT> FN void flash_scores(THREAD FlashTile<RT> &f, THREAD FlashWei
     simd_fence();
     float x[8], most = f.m[r], sum = 0.0f;
     for (uint i = 0; i < 8; i++) {
-      const bool seen = t0 + at + i <= position + r * 8 + row;
-      x[i] = seen ? mem[row * FLASH_STRIDE + at + i] * scale : ATTENTION_LEAST;
+      x[i] = t0 + at + i <= position + r * 8 + row ? mem[row * FLASH_STRIDE + at + i] * scale : ATTENTION_LEAST;
       most = fmax(most, x[i]);
     }
     most = fmax(most, simd_shuffle_xor(most, 1));
     most = fmax(most, simd_shuffle_xor(most, 2));
     for (uint i = 0; i < 8; i++) {
-      x[i] = t0 + at + i <= position + r * 8 + row ? exp2(x[i] - most) : 0.0f;
+      x[i] = exp2(x[i] - most); // 0 for what is not seen: every row has seen the first token
       sum += x[i];
     }
     const float fade = exp2(f.m[r] - most);
