@@ -6,9 +6,9 @@
 
 // Queries of the 32 matrix rows from `first` on into the block; zeros for rows that the segment does not have.
 FN void flash_stage_queries(const DEVICE bf16 *q, TG uint *block, uint first, uint simd_rows, uint rows, uint heads, uint own_heads,
-                             uint thread)
+                             uint tid)
 {
-  for (uint i = thread; i < FLASH_BLOCK * HEAD_DIM / 8; i += FLASH_THREADS) {
+  for (uint i = tid; i < FLASH_BLOCK * HEAD_DIM / 8; i += FLASH_THREADS) {
     const uint row = i / (HEAD_DIM / 8), piece = i % (HEAD_DIM / 8), simd = (first + row) / simd_rows;
     const uint at = simd / FLASH_HEADS * simd_rows + (first + row) % simd_rows, head = simd % FLASH_HEADS;
     TG uint *to = block + row * (FLASH_ROW / 2) + piece * 4;
@@ -23,7 +23,7 @@ FN void flash_stage_queries(const DEVICE bf16 *q, TG uint *block, uint first, ui
 
 template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values, const DEVICE uint *pages,
     const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE bf16 *out, CONSTANT AttentionArgs &p, TG uint *mem,
-    uint tile, uint column, uint thread, uint lane, uint simd)
+    uint tile, uint column, uint tid, uint lane, uint simd)
 {
   const uint simd_rows = 8 * RT, tile_rows = simd_rows * FLASH_ROW_BLOCKS;
   uint segment = 0;
@@ -42,13 +42,13 @@ template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf
   FlashTile<RT> f;
   for (uint s = 0; s < FLASH_SIMDS * simd_rows; s += FLASH_BLOCK) {
     if (s > 0) tg_barrier(); // the queries before have been read
-    flash_stage_queries(q + at, mem, s, simd_rows, rows, p.heads, own_heads, thread);
+    flash_stage_queries(q + at, mem, s, simd_rows, rows, p.heads, own_heads, tid);
     tg_barrier();
     if (simd * simd_rows / FLASH_BLOCK * FLASH_BLOCK == s) flash_open<RT>(f, staged + (simd * simd_rows - s) * FLASH_ROW, mem, lane, simd);
   }
 
   const FlashCache c = {keys, values, pages, slot, p.max_pages, p.kv_heads, kv_head, position + rows};
-  flash_blocks<RT>(f, c, mem, position + simd / FLASH_HEADS * simd_rows, p.scale, thread, lane, simd);
+  flash_blocks<RT>(f, c, mem, position + simd / FLASH_HEADS * simd_rows, p.scale, tid, lane, simd);
   const uint skipped = simd / FLASH_HEADS * simd_rows;
   const uint kept = rows > skipped && simd % FLASH_HEADS < own_heads ? rows - skipped : 0;
   flash_close<RT>(f, out + at + (ulong(skipped) * p.heads + simd % FLASH_HEADS) * HEAD_DIM, p.heads * HEAD_DIM, kept, mem, lane, simd);

@@ -93,31 +93,31 @@ template <uint RT> FN void flash_values(THREAD FlashTile<RT> &f, THREAD FlashWei
 }
 
 // A thread's pieces of a block from `from` on its way to `to`: 16 bytes each, zeros from row `tokens` on, where nobody wrote.
-FN void flash_send(TG uint *to, const DEVICE bf16 *from, uint tokens, uint thread)
+FN void flash_send(TG uint *to, const DEVICE bf16 *from, uint tokens, uint tid)
 {
-  for (uint i = thread; i < FLASH_BLOCK * HEAD_DIM / 8; i += FLASH_THREADS) {
+  for (uint i = tid; i < FLASH_BLOCK * HEAD_DIM / 8; i += FLASH_THREADS) {
     const uint row = i / (HEAD_DIM / 8);
     flash_copy(to + row * (FLASH_ROW / 2) + i % (HEAD_DIM / 8) * 4, from + (row < tokens ? i * 8 : 0), row < tokens);
   }
 }
 
 // K and V have a buffer each: V is on its way while the scores are computed, the next K while the values are added.
-template <uint RT> FN void flash_blocks(THREAD FlashTile<RT> &f, FlashCache c, TG uint *mem, uint own, float scale, uint thread, uint lane, uint simd)
+template <uint RT> FN void flash_blocks(THREAD FlashTile<RT> &f, FlashCache c, TG uint *mem, uint own, float scale, uint tid, uint lane, uint simd)
 {
   TG uint *v = mem + FLASH_BLOCK * FLASH_ROW / 2;
   FlashWeights<RT> w;
   tg_barrier(); // the queries have been read
-  flash_send(mem, c.keys + flash_row(c, 0), min(c.len, FLASH_BLOCK), thread);
+  flash_send(mem, c.keys + flash_row(c, 0), min(c.len, FLASH_BLOCK), tid);
   for (uint t0 = 0; t0 < c.len; t0 += FLASH_BLOCK) {
     const bool seen = t0 < own + 8 * RT; // by any row of the simdgroup
     const uint t1 = t0 + FLASH_BLOCK;
     flash_wait();
     tg_barrier(); // K is there, and V has been read
-    flash_send(v, c.values + flash_row(c, t0), min(c.len - t0, FLASH_BLOCK), thread);
+    flash_send(v, c.values + flash_row(c, t0), min(c.len - t0, FLASH_BLOCK), tid);
     if (seen) flash_scores<RT>(f, w, (const TG bf16 *)mem, t0, own, scale, lane);
     flash_wait();
     tg_barrier(); // V is there, and K has been read
-    if (t1 < c.len) flash_send(mem, c.keys + flash_row(c, t1), min(c.len - t1, FLASH_BLOCK), thread);
+    if (t1 < c.len) flash_send(mem, c.keys + flash_row(c, t1), min(c.len - t1, FLASH_BLOCK), tid);
     if (seen) flash_values<RT>(f, w, (const TG bf16 *)v, lane);
   }
 }

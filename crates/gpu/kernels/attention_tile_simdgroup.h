@@ -100,10 +100,10 @@ template <uint RT> FN void flash_values(THREAD FlashTile<RT> &f, THREAD FlashWei
 struct FlashPiece { uint w[4]; };
 
 // A thread's pieces of the block of `tokens` tokens at `from`; zeros beyond them, where nobody wrote.
-FN void flash_fetch(THREAD FlashPiece *next, const DEVICE bf16 *from, uint tokens, uint thread)
+FN void flash_fetch(THREAD FlashPiece *next, const DEVICE bf16 *from, uint tokens, uint tid)
 {
   for (uint c = 0; c < FLASH_PIECES; c++) {
-    const uint i = thread + c * FLASH_THREADS;
+    const uint i = tid + c * FLASH_THREADS;
     for (uint j = 0; j < 4; j++) next[c].w[j] = 0;
     if (i / (HEAD_DIM / 8) >= tokens) continue;
     const uint4 x = load4((const DEVICE uint *)from + i * 4);
@@ -114,33 +114,33 @@ FN void flash_fetch(THREAD FlashPiece *next, const DEVICE bf16 *from, uint token
   }
 }
 
-FN void flash_stage(const THREAD FlashPiece *next, TG uint *block, uint thread)
+FN void flash_stage(const THREAD FlashPiece *next, TG uint *block, uint tid)
 {
   for (uint c = 0; c < FLASH_PIECES; c++) {
-    const uint i = thread + c * FLASH_THREADS, row = i / (HEAD_DIM / 8);
+    const uint i = tid + c * FLASH_THREADS, row = i / (HEAD_DIM / 8);
     if (row < FLASH_BLOCK)
       store4(block + row * (FLASH_ROW / 2) + i % (HEAD_DIM / 8) * 4, next[c].w[0], next[c].w[1], next[c].w[2], next[c].w[3]);
   }
 }
 
 // One block in threadgroup memory at a time, K and V in turn; the next is on its way to registers meanwhile.
-template <uint RT> FN void flash_blocks(THREAD FlashTile<RT> &f, FlashCache c, TG uint *mem, uint own, float scale, uint thread, uint lane, uint simd)
+template <uint RT> FN void flash_blocks(THREAD FlashTile<RT> &f, FlashCache c, TG uint *mem, uint own, float scale, uint tid, uint lane, uint simd)
 {
   const TG bf16 *staged = (const TG bf16 *)mem;
   FlashPiece next[FLASH_PIECES];
   FlashWeights<RT> w;
-  flash_fetch(next, c.keys + flash_row(c, 0), min(c.len, FLASH_BLOCK), thread);
+  flash_fetch(next, c.keys + flash_row(c, 0), min(c.len, FLASH_BLOCK), tid);
   for (uint t0 = 0; t0 < c.len; t0 += FLASH_BLOCK) {
     const bool seen = t0 < own + 8 * RT; // by any row of the simdgroup
     const uint t1 = t0 + FLASH_BLOCK;
     tg_barrier(); // what was staged before has been read
-    flash_stage(next, mem, thread);
-    flash_fetch(next, c.values + flash_row(c, t0), min(c.len - t0, FLASH_BLOCK), thread);
+    flash_stage(next, mem, tid);
+    flash_fetch(next, c.values + flash_row(c, t0), min(c.len - t0, FLASH_BLOCK), tid);
     tg_barrier();
     if (seen) flash_scores<RT>(f, w, staged, flash_own(mem, simd), t0, own, scale, lane);
     tg_barrier(); // the keys have been read
-    flash_stage(next, mem, thread);
-    if (t1 < c.len) flash_fetch(next, c.keys + flash_row(c, t1), min(c.len - t1, FLASH_BLOCK), thread);
+    flash_stage(next, mem, tid);
+    if (t1 < c.len) flash_fetch(next, c.keys + flash_row(c, t1), min(c.len - t1, FLASH_BLOCK), tid);
     tg_barrier();
     if (seen) flash_values<RT>(f, w, staged, lane);
   }

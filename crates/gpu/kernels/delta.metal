@@ -5,7 +5,7 @@
 #define LANE_DIM (KEY_DIM / 32u)
 #define VALUE_LANE_DIM (VALUE_DIM / 32u)
 // bf16 of a lane as words, as they are loaded: two in a word, or one where N is odd.
-#define LANE_WORDS(N) ((N) % 2u ? (N) : (N) / 2u)
+#define DELTA_WORDS(N) ((N) % 2u ? (N) : (N) / 2u)
 
 template <uint N> FN void lane_words(const DEVICE bf16 *p, THREAD uint *w)
 {
@@ -31,7 +31,7 @@ template <uint N> FN float lane_value(const THREAD uint *w, uint i)
 
 template <uint N> FN void lane_values(const DEVICE bf16 *p, THREAD float *v)
 {
-  uint w[LANE_WORDS(N)];
+  uint w[DELTA_WORDS(N)];
   lane_words<N>(p, w);
   for (uint i = 0; i < N; i++) v[i] = lane_value<N>(w, i);
 }
@@ -116,15 +116,15 @@ FN void conv_strip(const DEVICE bf16 *x, const DEVICE float *taps, const DEVICE 
   const bool normed = strip < 2 * key_heads;
   const float scale = l2_scale(strip, key_heads);
   for (uint t = 0; t < rows; t += CONV_AHEAD) {
-    uint words[CONV_AHEAD * LANE_WORDS(LANE_DIM)];
+    uint words[CONV_AHEAD * DELTA_WORDS(LANE_DIM)];
     for (uint i = 0; i < CONV_AHEAD; i++)
-      lane_words<LANE_DIM>(x + ulong(first + min(t + i, rows - 1)) * p.channels + c, words + i * LANE_WORDS(LANE_DIM));
+      lane_words<LANE_DIM>(x + ulong(first + min(t + i, rows - 1)) * p.channels + c, words + i * DELTA_WORDS(LANE_DIM));
 #pragma unroll
     for (uint i = 0; i < CONV_AHEAD; i++) {
       if (t + i < rows) {
         float y[LANE_DIM];
         for (uint e = 0; e < LANE_DIM; e++) {
-          const float now = lane_value<LANE_DIM>(words + i * LANE_WORDS(LANE_DIM), e);
+          const float now = lane_value<LANE_DIM>(words + i * DELTA_WORDS(LANE_DIM), e);
           float sum = 0.0f;
           for (uint j = 0; j < CONV_PAST; j++) sum = fma(w[e * CONV_TAPS + j], past[j * LANE_DIM + e], sum);
           y[e] = silu(fma(w[e * CONV_TAPS + CONV_PAST], now, sum));

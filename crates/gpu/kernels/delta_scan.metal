@@ -72,7 +72,7 @@ template <uint R> FN void delta_rows_store(DEVICE float *state, const THREAD flo
 // Tokens whose k, q, v and gates are loaded while the ones before them are computed: a token takes some 200 cycles, a load from
 // memory more.
 #define SCAN_AHEAD 4u
-#define SCAN_WORDS LANE_WORDS(LANE_DIM)
+#define SCAN_WORDS DELTA_WORDS(LANE_DIM)
 
 // What SCAN_AHEAD tokens bring: k and q as loaded, then v of the lane's row and the head's gates.
 FN void delta_load(const DEVICE bf16 *q, const DEVICE bf16 *k, const DEVICE bf16 *v, const DEVICE float *decay, const DEVICE float *beta, uint channels,
