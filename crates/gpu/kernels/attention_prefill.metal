@@ -4,40 +4,6 @@
 // units work. A row's bits depend on its slot alone: not on tile, chunk or batch mates.
 // Expected bytes at 16 heads on 2 KV heads of 256: q and the output once, 1024 of K and V for a tile and token.
 
-#define FLASH_HEADS (HEADS_PER_KV < 8u ? HEADS_PER_KV : 8u)
-#define FLASH_COLUMNS ((HEADS_PER_KV + 7u) / 8u) // threadgroups for the heads of a KV head
-#define FLASH_SIMDS (8u % FLASH_HEADS == 0u ? 8u : FLASH_HEADS)
-#define FLASH_THREADS (32u * FLASH_SIMDS)
-#define FLASH_ROW_BLOCKS (FLASH_SIMDS / FLASH_HEADS)
-// Pieces of 16 bytes of a block that a thread moves.
-#define FLASH_PIECES ((FLASH_BLOCK * HEAD_DIM / 8u + FLASH_THREADS - 1u) / FLASH_THREADS)
-
-struct FlashPiece { uint w[4]; };
-
-// A thread's pieces of the block of `tokens` tokens at `from`; zeros beyond them, where nobody wrote.
-FN void flash_fetch(THREAD FlashPiece *next, const DEVICE bf16 *from, uint tokens, uint tid)
-{
-  for (uint c = 0; c < FLASH_PIECES; c++) {
-    const uint i = tid + c * FLASH_THREADS;
-    for (uint j = 0; j < 4; j++) next[c].w[j] = 0;
-    if (i / (HEAD_DIM / 8) >= tokens) continue;
-    const uint4 x = load4((const DEVICE uint *)from + i * 4);
-    next[c].w[0] = x.x;
-    next[c].w[1] = x.y;
-    next[c].w[2] = x.z;
-    next[c].w[3] = x.w;
-  }
-}
-
-FN void flash_stage(const THREAD FlashPiece *next, TG uint *block, uint tid)
-{
-  for (uint c = 0; c < FLASH_PIECES; c++) {
-    const uint i = tid + c * FLASH_THREADS, row = i / (HEAD_DIM / 8);
-    if (row < FLASH_BLOCK)
-      store4(block + row * (FLASH_ROW / 2) + i % (HEAD_DIM / 8) * 4, next[c].w[0], next[c].w[1], next[c].w[2], next[c].w[3]);
-  }
-}
-
 // Queries of the 32 matrix rows from `first` on into the block; zeros for rows that the segment does not have.
 FN void flash_stage_queries(const DEVICE bf16 *q, TG uint *block, uint first, uint simd_rows, uint rows, uint heads, uint own_heads,
                              uint tid)
@@ -56,7 +22,7 @@ FN void flash_stage_queries(const DEVICE bf16 *q, TG uint *block, uint first, ui
 }
 
 template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values, const DEVICE uint *pages,
-    const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE bf16 *out, CONSTANT AttentionArgs &p, TG uint *block, TG float *mem,
+    const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE bf16 *out, CONSTANT AttentionArgs &p, TG uint *mem,
     uint tile, uint column, uint tid, uint lane, uint simd)
 {
   const uint simd_rows = 8 * RT, tile_rows = simd_rows * FLASH_ROW_BLOCKS;
@@ -71,40 +37,21 @@ template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf
   const uint kv_head = column / FLASH_COLUMNS, first_head = column % FLASH_COLUMNS * FLASH_HEADS;
   const uint own_heads = min(HEADS_PER_KV - first_head, FLASH_HEADS);
   const ulong at = (ulong(segments[segment].first + first) * p.heads + kv_head * HEADS_PER_KV + first_head) * HEAD_DIM;
-  const TG bf16 *staged = (const TG bf16 *)block;
-  mem += simd * FLASH_MEMORY;
+  const TG bf16 *staged = (const TG bf16 *)mem;
 
   FlashTile<RT> f;
   for (uint s = 0; s < FLASH_SIMDS * simd_rows; s += FLASH_BLOCK) {
     if (s > 0) tg_barrier(); // the queries before have been read
-    flash_stage_queries(q + at, block, s, simd_rows, rows, p.heads, own_heads, tid);
+    flash_stage_queries(q + at, mem, s, simd_rows, rows, p.heads, own_heads, tid);
     tg_barrier();
-    if (simd * simd_rows / FLASH_BLOCK * FLASH_BLOCK == s) flash_open<RT>(f, staged + (simd * simd_rows - s) * FLASH_ROW, mem, lane);
+    if (simd * simd_rows / FLASH_BLOCK * FLASH_BLOCK == s) flash_open<RT>(f, staged + (simd * simd_rows - s) * FLASH_ROW, mem, lane, simd);
   }
 
-  const uint len = position + rows; // tokens that the tile's last row sees
-  const uint own = position + simd / FLASH_HEADS * simd_rows; // position of the simdgroup's first row
-  FlashPiece next[FLASH_PIECES];
-  FlashWeights<RT> w;
-  flash_fetch(next, keys + attention_row(pages, slot, p.max_pages, 0, p.kv_heads, kv_head), min(len, FLASH_BLOCK), tid);
-  for (uint t0 = 0; t0 < len; t0 += FLASH_BLOCK) {
-    const ulong row = attention_row(pages, slot, p.max_pages, t0, p.kv_heads, kv_head);
-    const bool seen = t0 < own + simd_rows; // by any row of the simdgroup
-    tg_barrier(); // the block before has been read
-    flash_stage(next, block, tid);
-    flash_fetch(next, values + row, min(len - t0, FLASH_BLOCK), tid);
-    tg_barrier();
-    if (seen) flash_scores<RT>(f, w, staged, mem, t0, own, p.scale, lane);
-    tg_barrier(); // the keys have been read
-    flash_stage(next, block, tid);
-    const uint t1 = t0 + FLASH_BLOCK;
-    if (t1 < len) flash_fetch(next, keys + attention_row(pages, slot, p.max_pages, t1, p.kv_heads, kv_head), min(len - t1, FLASH_BLOCK), tid);
-    tg_barrier();
-    if (seen) flash_values<RT>(f, w, staged, lane);
-  }
+  const FlashCache c = {keys, values, pages, slot, p.max_pages, p.kv_heads, kv_head, position + rows};
+  flash_blocks<RT>(f, c, mem, position + simd / FLASH_HEADS * simd_rows, p.scale, tid, lane, simd);
   const uint skipped = simd / FLASH_HEADS * simd_rows;
   const uint kept = rows > skipped && simd % FLASH_HEADS < own_heads ? rows - skipped : 0;
-  flash_close<RT>(f, out + at + (ulong(skipped) * p.heads + simd % FLASH_HEADS) * HEAD_DIM, p.heads * HEAD_DIM, kept, mem, lane);
+  flash_close<RT>(f, out + at + (ulong(skipped) * p.heads + simd % FLASH_HEADS) * HEAD_DIM, p.heads * HEAD_DIM, kept, mem, lane, simd);
 }
 
 // The last tiles see most tokens and begin first.
@@ -112,9 +59,8 @@ template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf
   KERNEL(NAME, FLASH_THREADS, IN(0, bf16, q), IN(1, bf16, keys), IN(2, bf16, values), IN(3, uint, pages), IN(4, SlotHeader, headers), \
       IN(5, SegmentEntry, segments), OUT(6, bf16, out), ARGS(7, AttentionArgs, p)) \
   { \
-    SHARED(uint, block, FLASH_BLOCK * FLASH_ROW / 2); \
-    SHARED(float, mem, FLASH_SIMDS * FLASH_MEMORY); \
-    flash_attention<RT>(q, keys, values, pages, headers, segments, out, p, block, mem, k_groups.x - 1 - k_group.x, k_group.y, \
+    SHARED(uint, mem, FLASH_WORDS); \
+    flash_attention<RT>(q, keys, values, pages, headers, segments, out, p, mem, k_groups.x - 1 - k_group.x, k_group.y, \
         k_thread.x, k_lane, k_simd); \
   }
 FLASH_ATTENTION(flash_attention_16, 2)

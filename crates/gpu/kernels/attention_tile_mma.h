@@ -3,26 +3,23 @@
 // The layout of an accumulator is known and is that of the next product's left operand: scores, softmax and probabilities stay in
 // registers. Lane l has rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next of every 8.
 #define FLASH_BLOCK 32u
-#define FLASH_ROW (HEAD_DIM + 8u) // elements of a staged row: the eight rows of an ldmatrix lie in different banks
-#define FLASH_MEMORY 4u
+#ifndef FLASH_PAD
+#define FLASH_PAD 8u // the eight rows of an ldmatrix lie in different banks
+#endif
+#define FLASH_ROW (HEAD_DIM + FLASH_PAD)
+#define FLASH_WORDS (FLASH_BLOCK * FLASH_ROW) // a block of K and one of V
 
 #ifdef K_CUDA
-// Four 8x8 matrices, whose rows lie at the addresses that lanes 0 to 7, 8 to 15, … name; transposed: a column a lane quad.
-FN void flash_load(THREAD uint *r, const TG bf16 *row)
-{
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(uint(__cvta_generic_to_shared(row))) : "memory");
-}
-FN void flash_load_transposed(THREAD uint *r, const TG bf16 *row)
+FN void flash_load(THREAD uint (&r)[4], const TG bf16 *row) { load_matrices(r, shared_address(row)); }
+// Each of the four matrices transposed.
+FN void flash_load_transposed(THREAD uint (&r)[4], const TG bf16 *row)
 {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(uint(__cvta_generic_to_shared(row))) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
-FN void flash_multiply(THREAD float *d, const THREAD uint *a, uint b0, uint b1)
-{
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+FN void flash_multiply(THREAD float (&d)[4], const THREAD uint (&a)[4], uint b0, uint b1) { multiply(d, a, b0, b1); }
+FN void flash_copy(TG uint *to, const DEVICE bf16 *from, bool there) { copy_async(shared_address(to), from, there); }
+FN void flash_wait() { copy_wait(); }
 #endif
 
 template <uint RT> struct FlashTile {
@@ -32,7 +29,7 @@ template <uint RT> struct FlashTile {
 };
 template <uint RT> struct FlashWeights { uint p[2][4]; };
 
-template <uint RT> FN void flash_open(THREAD FlashTile<RT> &f, const TG bf16 *rows, TG float *mem, uint lane)
+template <uint RT> FN void flash_open(THREAD FlashTile<RT> &f, const TG bf16 *rows, TG uint *mem, uint lane, uint simd)
 {
   for (uint k = 0; k < HEAD_DIM / 16; k++) flash_load(f.q[k], rows + lane % 16 * FLASH_ROW + k * 16 + lane / 16 * 8);
   for (uint i = 0; i < 2; i++) {
@@ -43,7 +40,7 @@ template <uint RT> FN void flash_open(THREAD FlashTile<RT> &f, const TG bf16 *ro
     for (uint i = 0; i < 4; i++) f.o[d][i] = 0.0f;
 }
 
-template <uint RT> FN void flash_scores(THREAD FlashTile<RT> &f, THREAD FlashWeights<RT> &w, const TG bf16 *k, TG float *mem, uint t0,
+template <uint RT> FN void flash_scores(THREAD FlashTile<RT> &f, THREAD FlashWeights<RT> &w, const TG bf16 *k, uint t0,
                                         uint position, float scale, uint lane)
 {
   float s[4][4];
@@ -68,8 +65,7 @@ template <uint RT> FN void flash_scores(THREAD FlashTile<RT> &f, THREAD FlashWei
     most = fmax(most, simd_shuffle_xor(most, 1));
     most = fmax(most, simd_shuffle_xor(most, 2));
     for (uint i = 0; i < 8; i++) {
-      const uint token = t0 + i / 2 * 8 + lane % 4 * 2 + i % 2;
-      const float e = token <= last ? exp2(s[i / 2][h * 2 + i % 2] - most) : 0.0f;
+      const float e = exp2(s[i / 2][h * 2 + i % 2] - most); // 0 for what is not seen: every row has seen the first token
       s[i / 2][h * 2 + i % 2] = e;
       sum += e;
     }
@@ -96,7 +92,37 @@ template <uint RT> FN void flash_values(THREAD FlashTile<RT> &f, THREAD FlashWei
     }
 }
 
-template <uint RT> FN void flash_close(THREAD FlashTile<RT> &f, DEVICE bf16 *out, uint stride, uint rows, TG float *mem, uint lane)
+// A thread's pieces of a block from `from` on its way to `to`: 16 bytes each, zeros from row `tokens` on, where nobody wrote.
+FN void flash_send(TG uint *to, const DEVICE bf16 *from, uint tokens, uint tid)
+{
+  for (uint i = tid; i < FLASH_BLOCK * HEAD_DIM / 8; i += FLASH_THREADS) {
+    const uint row = i / (HEAD_DIM / 8);
+    flash_copy(to + row * (FLASH_ROW / 2) + i % (HEAD_DIM / 8) * 4, from + (row < tokens ? i * 8 : 0), row < tokens);
+  }
+}
+
+// K and V have a buffer each: V is on its way while the scores are computed, the next K while the values are added.
+template <uint RT> FN void flash_blocks(THREAD FlashTile<RT> &f, FlashCache c, TG uint *mem, uint own, float scale, uint tid, uint lane, uint simd)
+{
+  TG uint *v = mem + FLASH_BLOCK * FLASH_ROW / 2;
+  FlashWeights<RT> w;
+  tg_barrier(); // the queries have been read
+  flash_send(mem, c.keys + flash_row(c, 0), min(c.len, FLASH_BLOCK), tid);
+  for (uint t0 = 0; t0 < c.len; t0 += FLASH_BLOCK) {
+    const bool seen = t0 < own + 8 * RT; // by any row of the simdgroup
+    const uint t1 = t0 + FLASH_BLOCK;
+    flash_wait();
+    tg_barrier(); // K is there, and V has been read
+    flash_send(v, c.values + flash_row(c, t0), min(c.len - t0, FLASH_BLOCK), tid);
+    if (seen) flash_scores<RT>(f, w, (const TG bf16 *)mem, t0, own, scale, lane);
+    flash_wait();
+    tg_barrier(); // V is there, and K has been read
+    if (t1 < c.len) flash_send(mem, c.keys + flash_row(c, t1), min(c.len - t1, FLASH_BLOCK), tid);
+    if (seen) flash_values<RT>(f, w, (const TG bf16 *)v, lane);
+  }
+}
+
+template <uint RT> FN void flash_close(THREAD FlashTile<RT> &f, DEVICE bf16 *out, uint stride, uint rows, TG uint *mem, uint lane, uint simd)
 {
   for (uint h = 0; h < 2; h++) {
     float l = f.l[h];

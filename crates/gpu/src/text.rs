@@ -120,6 +120,7 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("moe_decode.metal"),
     kernel_file!("attention_prep.metal"),
     kernel_file!("attention_decode.metal"),
+    kernel_file!("attention_tile.metal"),
     kernel_file!("attention_tile_simdgroup.h"),
     kernel_file!("attention_tile_mma.h"),
     kernel_file!("attention_prefill.metal"),

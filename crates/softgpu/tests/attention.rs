@@ -66,6 +66,14 @@ fn numbers(what: &str, position: usize, count: usize) -> Vec<bf16> {
     (0..count).map(|_| bf16::from_f32(rng.unit() * 2.0)).collect()
 }
 
+/// What a run left.
+struct Ran {
+    bits: Vec<bf16>,
+    launches: HashMap<&'static str, u64>,
+    /// Splits of each segment's first head that were written.
+    splits: Vec<usize>,
+}
+
 struct Data {
     q: Vec<bf16>,
     gate: Vec<bf16>,
@@ -129,8 +137,8 @@ impl Scene {
         out
     }
 
-    /// What the kernels make of it, and the launches of each.
-    fn run(&self) -> (Vec<bf16>, HashMap<&'static str, u64>) {
+    /// What the kernels make of it.
+    fn run(&self) -> Ran {
         let profile = Profile {
             cores: self.cores,
             platform: self.platform,
@@ -160,9 +168,11 @@ impl Scene {
         let heads = self.heads() as u32;
         let attend = Attend { q, heads, layer: 1, out };
         let mut r = Recorder::default();
+        let mut partial = None;
         if c.step.is_decode() {
             let bytes = attention_scratch_bytes_from(&c, heads, self.fixed_from);
             let scratch = put(&mut driver, &vec![0xFFu8; bytes as usize], ElementType::F32);
+            partial = Some(scratch);
             let gate = self.gated.then_some(qg);
             attention_decode_from(&mut r, &c, &attend, scratch, gate, self.fixed_from);
         } else {
@@ -170,6 +180,7 @@ impl Scene {
         }
         let mut list = r.finish(true);
         let mut text = Text::new(Platform::Host, &shape);
+        text.source = attention_only(&text.source);
         text.source.insert_str(0, self.prelude);
         let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
         list.pipelines = driver.pipelines(&Arc::new(text), &kernels).unwrap();
@@ -177,8 +188,24 @@ impl Scene {
         driver.wait(submission).unwrap();
         let mut bytes = vec![0u8; q.bytes as usize];
         driver.read(out.buffer, 0, &mut bytes).unwrap();
-        let values = bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b)).collect();
-        (values, driver.stats().launches.clone())
+        let bits = bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b)).collect();
+        let splits = match partial {
+            Some(scratch) => self.written_splits(&mut driver, scratch),
+            None => Vec::new(),
+        };
+        Ran { bits, launches: driver.stats().launches.clone(), splits }
+    }
+
+    /// The scratch was NaN: what is a number has been written.
+    fn written_splits(&self, driver: &mut SoftDriver, scratch: Operand) -> Vec<usize> {
+        let mut bytes = vec![0u8; scratch.bytes as usize];
+        driver.read(scratch.buffer, 0, &mut bytes).unwrap();
+        let words: &[f32] = bytemuck::cast_slice(&bytes);
+        let each = words.len() / (self.segments.len() * self.heads() * (self.head_dim + 2));
+        let sums = &words[words.len() * self.head_dim / (self.head_dim + 2)..];
+        sums.chunks(each * 2 * self.heads())
+            .map(|segment| segment[..each * 2].chunks(2).filter(|ml| !ml[0].is_nan()).count())
+            .collect()
     }
 
     /// Tables, queries, and queries with their gates. Pages lie in a shuffled order; whatever holds no token is NaN, as
@@ -247,14 +274,14 @@ impl Scene {
         (tables, put_bf16(driver, &q), put_bf16(driver, &qg))
     }
 
-    /// Runs and compares with the reference; the bits and the launches.
-    fn check(&self) -> (Vec<bf16>, HashMap<&'static str, u64>) {
-        let (got, launches) = self.run();
+    /// Runs and compares with the reference.
+    fn check(&self) -> Ran {
+        let ran = self.run();
         let want = self.reference();
         // Decode rounds the result; flash attention also the probabilities.
         let relative = if self.segments.iter().all(|s| s.0 == 1) { 4e-3 } else { 8e-3 };
         let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
-        for (i, (g, w)) in got.iter().zip(&want).enumerate() {
+        for (i, (g, w)) in ran.bits.iter().zip(&want).enumerate() {
             let g = g.to_f32();
             assert!(
                 (g - w).abs() <= relative * largest,
@@ -262,7 +289,7 @@ impl Scene {
                 self.segments
             );
         }
-        (got, launches)
+        ran
     }
 
     fn without(&self, switches: &[&str]) -> Self {
@@ -274,6 +301,23 @@ impl Scene {
         }
         Self { tuning, ..self.clone() }
     }
+}
+
+/// The text without the other families' kernels, which cost a compiler's time.
+fn attention_only(source: &str) -> String {
+    let mark = "#line 1 \"";
+    let mut parts = source.split(mark);
+    let mut text = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        if ["platform", "arguments", "common", "attention"]
+            .iter()
+            .any(|name| part.starts_with(name))
+        {
+            text += mark;
+            text += part;
+        }
+    }
+    text
 }
 
 fn put(driver: &mut SoftDriver, data: &[u8], element: ElementType) -> Operand {
@@ -305,7 +349,7 @@ fn decode_agrees_with_the_reference() {
             for gated in [false, true] {
                 let scene =
                     Scene { gated, ..scene(heads_per_kv, kv_heads, head_dim, &ones(positions)) };
-                let (_, launches) = scene.check();
+                let Ran { launches, .. } = scene.check();
                 assert_eq!(launches["attention_split"], 1);
                 assert!(launches.contains_key(
                     ["attention_combine", "attention_combine_gated"][gated as usize]
@@ -325,7 +369,7 @@ fn packing_and_reading_order_change_no_bit() {
                 ..scene(heads_per_kv, kv_heads, head_dim, &ones(&[299, 301, 77, 9]))
             };
             let fixed = fixed_from == 300 && (heads_per_kv, head_dim) == (8, 256);
-            let (bits, launches) = base.check();
+            let Ran { bits, launches, .. } = base.check();
             let kernel = |suffix: &str| {
                 format!("attention_{}{suffix}", if fixed { "fixed" } else { "split" })
             };
@@ -336,7 +380,7 @@ fn packing_and_reading_order_change_no_bit() {
                 (&["pack_heads", "coalesced_kv"], "_unpacked_strided"),
             ];
             for (switches, suffix) in variants {
-                let (other, launches) = base.without(switches).run();
+                let Ran { bits: other, launches, .. } = base.without(switches).run();
                 assert!(launches.contains_key(kernel(suffix).as_str()), "{launches:?}");
                 assert!(
                     bits == other,
@@ -352,35 +396,43 @@ fn a_slots_bits_do_not_hang_on_its_company_or_the_bucket() {
     for fixed_from in [1 << 20, 512] {
         let positions = [40, 511, 700, 130, 512];
         let together = Scene { fixed_from, ..scene(8, 1, 256, &ones(&positions)) };
-        let (bits, _) = together.check();
+        let Ran { bits, .. } = together.check();
         let larger = Scene { context: 3000, ..together.clone() };
-        assert!(larger.run().0 == bits, "a larger bucket, {fixed_from}");
+        assert!(larger.run().bits == bits, "a larger bucket, {fixed_from}");
         for (i, own) in bits.chunks(8 * 256).enumerate() {
             let alone = Scene { fixed_from, ..scene(8, 1, 256, &ones(&positions[i..=i])) };
-            assert!(alone.run().0 == own, "position {} alone, {fixed_from}", positions[i]);
+            assert!(alone.run().bits == own, "position {} alone, {fixed_from}", positions[i]);
         }
     }
 }
 
 #[test]
 fn fixed_blocks_begin_at_their_threshold() {
-    // 512 tokens with the new one are enough, 511 are not.
-    for (position, fixed) in [(510, false), (511, true), (512, true), (1100, true)] {
+    // 512 tokens with the new one are enough, 511 are not. 3 cores make at most 3 splits of the general path.
+    for (position, general, fixed) in
+        [(510, 3, None), (511, 3, Some(2)), (512, 3, Some(3)), (1100, 3, Some(5))]
+    {
         let base = Scene { fixed_from: 512, cores: 3, ..scene(8, 1, 256, &ones(&[position])) };
-        let (bits, launches) = base.check();
-        assert_eq!(launches.contains_key("attention_fixed"), fixed);
-        let (general, launches) = base.without(&["fixed_block"]).check();
-        assert!(launches.contains_key("attention_split"));
-        // 3 cores make 3 splits of the general path: at 1101 tokens of 384.
-        assert_eq!(bits == general, position < 511, "{position}");
+        let ran = base.check();
+        assert_eq!(ran.launches.contains_key("attention_fixed"), fixed.is_some());
+        assert_eq!(ran.splits, [fixed.unwrap_or(general)]);
+        let ran = base.without(&["fixed_block"]).check();
+        assert!(ran.launches.contains_key("attention_split"));
+        assert_eq!(ran.splits, [general]);
     }
+    // Both kinds in one step.
+    let mixed = Scene { fixed_from: 512, cores: 3, ..scene(8, 1, 256, &ones(&[600, 300])) };
+    assert_eq!(mixed.check().splits, [3, 3]);
+    assert_eq!(Scene { cores: 1, ..mixed }.check().splits, [3, 1]);
 }
 
 #[test]
 fn more_cores_make_more_splits() {
     for cores in [1, 3, 40, 132] {
         let scene = Scene { cores, ..scene(8, 1, 256, &ones(&[1000, 5])) };
-        scene.check();
+        // 16 blocks of 64 tokens: one split, 3 of 6 blocks at most, 16 of one block.
+        let splits = [1, 3, 16][(cores > 1) as usize + (cores > 3) as usize];
+        assert_eq!(scene.check().splits, [splits, 1]);
     }
 }
 
@@ -391,12 +443,13 @@ fn prompts_agree_with_the_reference() {
             [&[(2, 0)], &[(9, 30)], &[(3, 255), (33, 0), (1, 64)], &[(70, 250)]];
         for segments in all {
             let base = scene(heads_per_kv, kv_heads, head_dim, segments);
-            let (bits, launches) = base.check();
+            let Ran { bits, launches, .. } = base.check();
             let long = segments.iter().any(|s| s.0 > 8);
             assert!(
                 launches.contains_key(["flash_attention_8", "flash_attention_16"][long as usize])
             );
-            let (other, launches) = Scene { platform: Platform::Metal, ..base.clone() }.run();
+            let Ran { bits: other, launches, .. } =
+                Scene { platform: Platform::Metal, ..base.clone() }.run();
             assert!(launches.contains_key("flash_attention_8"));
             assert!(other == bits, "16 rows and 8: {segments:?}");
         }
@@ -408,7 +461,7 @@ fn prompts_agree_with_the_reference() {
 #[test]
 fn chunks_of_a_prompt_change_no_bit() {
     let whole = scene(8, 1, 256, &[(45, 0)]);
-    let (bits, _) = whole.check();
+    let Ran { bits, .. } = whole.check();
     let row = 8 * 256;
     let part = |rows: usize, position: usize| {
         let mut part = scene(8, 1, 256, &[(rows, position)]);
@@ -416,8 +469,8 @@ fn chunks_of_a_prompt_change_no_bit() {
         part
     };
     // The last rows of the same slot.
-    assert!(part(13, 32).run().0 == bits[32 * row..]);
-    assert!(part(4, 41).run().0 == bits[41 * row..]);
+    assert!(part(13, 32).run().bits == bits[32 * row..]);
+    assert!(part(4, 41).run().bits == bits[41 * row..]);
 }
 
 #[test]
@@ -427,7 +480,7 @@ fn prompts_by_mma_agree_with_the_reference() {
         for segments in all {
             let base = scene(heads_per_kv, kv_heads, head_dim, segments);
             let scene = Scene { platform: Platform::Cuda, prelude: mma::PRELUDE, ..base };
-            let (_, launches) = scene.check();
+            let Ran { launches, .. } = scene.check();
             assert!(launches.contains_key("flash_attention_16"));
         }
     }

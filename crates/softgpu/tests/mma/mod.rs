@@ -3,6 +3,7 @@
 /// Goes in front of a kernel text.
 pub const PRELUDE: &str = r#"
 #define ATTENTION_MMA 1
+#define FLASH_PAD 0u
 #include "emu.h"
 #include <cstring>
 static inline float mma_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
@@ -30,6 +31,11 @@ template <class T> static inline void flash_load_transposed(unsigned *r, const T
     r[i] = low | unsigned(high) << 16;
   }
 }
+static inline void flash_copy(unsigned *to, const void *from, bool there) {
+  if (there) memcpy(to, from, 16);
+  else memset(to, 0, 16);
+}
+static inline void flash_wait() {}
 // d[16][8] += a[16][16] · b[16][8]: lane l has of d and a rows l / 4 and + 8, columns 2 (l % 4) and the next (of a also + 8), of b
 // the rows 2 (l % 4) and the next (and + 8) of column l / 4.
 static inline void flash_multiply(float *d, const unsigned *a, unsigned b0, unsigned b1) {
