@@ -8,6 +8,7 @@ use lily_gpu::{
 };
 
 use crate::compile::{Compiler, Library, Signature};
+use crate::sanitize::{Job, Sanitizer};
 
 /// How kernels are run.
 #[derive(Clone, Debug)]
@@ -19,12 +20,14 @@ pub struct Options {
     pub profile: Profile,
     /// The compiler.
     pub compiler: Compiler,
+    /// Runs each list in a process of its own, built with a sanitizer.
+    pub sanitizer: Option<Sanitizer>,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let profile = Profile::named("softgpu").expect("a known profile");
-        Self { seed: Some(1), profile, compiler: Compiler::default() }
+        Self { seed: Some(1), profile, compiler: Compiler::default(), sanitizer: None }
     }
 }
 
@@ -105,7 +108,8 @@ impl SoftDriver {
         (self.order.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) as u32
     }
 
-    fn run(&mut self, dispatch: &Dispatch, pipeline: Pipeline) -> Result<(), DriverError> {
+    /// The kernel of a dispatch that fits it in all that the host can tell.
+    fn checked(&self, dispatch: &Dispatch, pipeline: Pipeline) -> Result<&Kernel, DriverError> {
         let invalid = |why: String| DriverError::Invalid(format!("{}: {why}", dispatch.kernel));
         let kernel = self
             .kernels
@@ -126,12 +130,20 @@ impl SoftDriver {
                 dispatch.args.len()
             )));
         }
-        let mut pointers: Vec<*mut c_void> = Vec::new();
         for binding in &dispatch.bindings {
-            let (_, memory) = self.range(binding.buffer, binding.offset, binding.bytes)?;
+            self.range(binding.buffer, binding.offset, binding.bytes)?;
             if !binding.offset.is_multiple_of(16) {
                 return Err(invalid(format!("offset {} is no multiple of 16", binding.offset)));
             }
+        }
+        Ok(kernel)
+    }
+
+    fn run(&mut self, dispatch: &Dispatch, pipeline: Pipeline) -> Result<(), DriverError> {
+        let kernel = self.checked(dispatch, pipeline)?;
+        let mut pointers: Vec<*mut c_void> = Vec::new();
+        for binding in &dispatch.bindings {
+            let (_, memory) = self.range(binding.buffer, binding.offset, binding.bytes)?;
             let base = memory.as_ptr().cast::<u8>().cast_mut();
             pointers.push(base.wrapping_add(binding.offset as usize).cast());
         }
@@ -146,6 +158,69 @@ impl SoftDriver {
         unsafe { library.launch(&name, dispatch.groups, dispatch.threads, &mut pointers, order) }
             .map_err(|reason| DriverError::Kernel { kernel: dispatch.kernel.into(), reason })?;
         *self.stats.launches.entry(dispatch.kernel).or_default() += 1;
+        Ok(())
+    }
+}
+
+impl SoftDriver {
+    /// The dispatches of a stage in the order in which they run.
+    fn shuffled(&mut self, stage: std::ops::Range<usize>) -> Vec<usize> {
+        let mut order: Vec<usize> = stage.collect();
+        if self.options.seed.is_some() {
+            for i in (1..order.len()).rev() {
+                let other = self.random() as usize % (i + 1);
+                order.swap(i, other);
+            }
+        }
+        order
+    }
+
+    fn run_here(&mut self, list: &CommandList) -> Result<(), DriverError> {
+        for stage in list.stages() {
+            for i in self.shuffled(stage) {
+                self.run(&list.dispatches[i], list.pipelines[i])?;
+            }
+            if let Some((_, library)) = self.libraries.values().next() {
+                library.barrier();
+            }
+            self.stats.stages += 1;
+        }
+        Ok(())
+    }
+
+    /// Runs a list under a sanitizer; what it wrote comes back only if nothing was found.
+    fn run_apart(&mut self, list: &CommandList, sanitizer: Sanitizer) -> Result<(), DriverError> {
+        let mut job = Job::new(self.options.compiler.folder()).map_err(DriverError::Invalid)?;
+        let mut library: Option<Arc<Library>> = None;
+        for stage in list.stages() {
+            for i in self.shuffled(stage) {
+                let dispatch = &list.dispatches[i];
+                let kernel = self.checked(dispatch, list.pipelines[i])?.library.clone();
+                if Arc::ptr_eq(library.get_or_insert_with(|| kernel.clone()), &kernel) {
+                    let order = self.options.seed.is_some().then(|| self.random());
+                    let bytes = |b: Buffer| {
+                        let (size, memory) = &self.buffers[&b];
+                        &bytes(memory)[..*size as usize]
+                    };
+                    job.dispatch(dispatch, order, bytes).map_err(DriverError::Invalid)?;
+                } else {
+                    let why = "a list under a sanitizer takes kernels of one text";
+                    return Err(DriverError::Invalid(why.into()));
+                }
+                *self.stats.launches.entry(dispatch.kernel).or_default() += 1;
+            }
+            job.stage();
+            self.stats.stages += 1;
+        }
+        let Some(library) = library else { return Ok(()) };
+        let text = self.libraries.values().find(|(_, l)| Arc::ptr_eq(l, &library));
+        let Some((text, _)) = text else { return Ok(()) };
+        let runner = self.options.compiler.runner(&text.source, sanitizer).map_err(|e| {
+            DriverError::Compile { device: self.options.profile.name.clone(), log: e.0 }
+        })?;
+        for (buffer, data) in job.run(&runner)? {
+            self.write(buffer, 0, &data)?;
+        }
         Ok(())
     }
 }
@@ -251,21 +326,9 @@ impl Driver for SoftDriver {
         if list.pipelines.len() != list.dispatches.len() {
             return Err(DriverError::Invalid("a dispatch has no pipeline".into()));
         }
-        for stage in list.stages() {
-            let mut order: Vec<usize> = stage.collect();
-            if self.options.seed.is_some() {
-                for i in (1..order.len()).rev() {
-                    let other = self.random() as usize % (i + 1);
-                    order.swap(i, other);
-                }
-            }
-            for i in order {
-                self.run(&list.dispatches[i], list.pipelines[i])?;
-            }
-            if let Some((_, library)) = self.libraries.values().next() {
-                library.barrier();
-            }
-            self.stats.stages += 1;
+        match self.options.sanitizer {
+            Some(sanitizer) => self.run_apart(list, sanitizer)?,
+            None => self.run_here(list)?,
         }
         self.stats.threads = self.libraries.values().map(|(_, library)| library.stats()[0]).sum();
         self.submissions += 1;

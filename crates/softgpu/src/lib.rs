@@ -8,6 +8,8 @@
 
 mod compile;
 mod driver;
+mod sanitize;
 
 pub use compile::{CompileError, Compiler};
 pub use driver::{Options, SoftDriver, Stats};
+pub use sanitize::Sanitizer;
