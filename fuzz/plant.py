@@ -6,7 +6,7 @@ from pathlib import Path
 # File, the text of the branch (once in the file), and what takes its place.
 PLANTS = {
     "template": ("crates/chat/src/source.rs", "self.append(start.close, start.end, &late);", "panic!(\"planted: template\");"),
-    "tokenizer": ("crates/chat/src/tokenizer.rs", "return Err(contradiction(CONFIG_FILE, token.id, &token.content));", "panic!(\"planted: tokenizer\");"),
+    "tokenizer": ("crates/chat/src/tokenizer.rs", "return Err(contradiction(TOKENIZER_FILE, token.id, &token.content));", "panic!(\"planted: tokenizer\");"),
     "detokenizer": ("crates/chat/src/detokenizer.rs", "        if !self.waiting.is_empty() {", "        assert!(self.waiting.len() != 3, \"planted: detokenizer\");\n        if !self.waiting.is_empty() {"),
     "stop": ("crates/chat/src/stop.rs", "self.stopped_by = Some(index);", "assert!(index != 3, \"planted: stop\");\n                self.stopped_by = Some(index);"),
     "header": ("crates/checkpoint/src/header.rs", "false => Err(HeaderProblem::TrailingBytes { end: covered, file_len }),", "false => panic!(\"planted: header\"),"),

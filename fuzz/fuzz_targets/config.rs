@@ -12,6 +12,8 @@ fuzz_target!(|data: &[u8]| {
             return;
         }
         let _ = lily_model::plan_of_config("fuzzed", &config, Precision::default());
-        let _ = lily_chat::generation_defaults(std::str::from_utf8(data).ok(), &config);
+        let text = std::str::from_utf8(data).ok();
+        let _ = lily_chat::generation_defaults(text, &config);
+        let _ = lily_chat::find_template(None, text);
     }
 });

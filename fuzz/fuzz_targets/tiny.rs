@@ -5,6 +5,6 @@ use std::sync::{Arc, LazyLock};
 use lily_chat::Tokenizer;
 
 pub static TINY: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| {
-    let json = include_str!("../seeds/tokenizer/bytes.json");
-    Arc::new(Tokenizer::from_json(json, None).expect("the seed is a valid tokenizer"))
+    let json = include_str!("bytes.json");
+    Arc::new(Tokenizer::from_json(json, None).expect("this is a valid tokenizer"))
 });

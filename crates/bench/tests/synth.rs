@@ -65,7 +65,7 @@ fn write(dir: &Path, synth: &Synth) -> Model {
 
 fn engine(model: &Model) -> Engine {
     let device = CpuDevice::new(CpuOptions { threads: Some(1), isa: None });
-    let options = EngineOptions { context: 256, slots: 1, chunk: 64 };
+    let options = EngineOptions::new(256, 1, 64);
     let (plan, weights) = (model.plan.clone(), model.weights.clone());
     Engine::new(&device, plan, weights, options).unwrap()
 }

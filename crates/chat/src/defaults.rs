@@ -1,20 +1,24 @@
 //! What a checkpoint's configuration files say about generation and about its chat template.
 
+use lily_ops::sample::SampleParams;
 use serde_json::Value;
 
-use crate::error::{ChatError, parse_json};
+use crate::error::{ChatError, parse_object};
 
 const GENERATION_FILE: &str = "generation_config.json";
 const CONFIG_FILE: &str = "config.json";
+const STOP_KEY: &str = "eos_token_id";
+/// Stop tokens of all files together; models have one to three.
+const MAX_STOPS: usize = 1024;
 
 /// Sampling defaults and stop tokens of a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GenerationDefaults {
     /// Whether to sample; `false` means greedy. Absent in the file: `true`.
     pub do_sample: bool,
-    /// Divides the logits. Absent: 1.
+    /// Divides the logits; 0 means greedy. Absent: 1.
     pub temperature: f32,
-    /// Nucleus mass, in (0, 1]. Absent: 1 (off).
+    /// Nucleus mass, 0 to 1. Absent: 1 (off).
     pub top_p: f32,
     /// How many tokens to keep; 0 is off. Absent: 0.
     pub top_k: u32,
@@ -22,6 +26,8 @@ pub struct GenerationDefaults {
     pub min_p: f32,
     /// Subtracted once from every token already generated. Absent: 0 (off).
     pub presence_penalty: f32,
+    /// Subtracted from a token for each time it was generated. Absent: 0 (off).
+    pub frequency_penalty: f32,
     /// Divides the logits of tokens already seen. Absent: 1 (off).
     pub repetition_penalty: f32,
     /// Tokens that end generation, the most specific file first.
@@ -37,6 +43,7 @@ impl Default for GenerationDefaults {
             top_k: 0,
             min_p: 0.0,
             presence_penalty: 0.0,
+            frequency_penalty: 0.0,
             repetition_penalty: 1.0,
             stop_ids: Vec::new(),
         }
@@ -51,17 +58,18 @@ impl Default for GenerationDefaults {
 ///
 /// # Errors
 ///
-/// Invalid JSON, or a value outside its range, by file and key.
+/// JSON that is not an object or has a key twice, a value of the wrong type, one outside of the
+/// range of [`SampleParams::check`], and a stop token outside of the vocabulary (`vocab_size` of
+/// config): each by file and key.
 pub fn generation_defaults(
     generation_config: Option<&str>,
     config: &Value,
 ) -> Result<GenerationDefaults, ChatError> {
     let generation = generation_config
-        .map(|text| parse_json(GENERATION_FILE, text))
+        .map(|text| parse_object(GENERATION_FILE, text))
         .transpose()?
         .unwrap_or(Value::Null);
     let mut defaults = GenerationDefaults::default();
-
     if let Some(value) = present(&generation, "do_sample") {
         defaults.do_sample = value
             .as_bool()
@@ -73,36 +81,63 @@ pub fn generation_defaults(
             .and_then(|k| u32::try_from(k).ok())
             .ok_or_else(|| unusable(GENERATION_FILE, "top_k", value, "a whole number from 0"))?;
     }
-    type Rule = (&'static str, fn(f64) -> bool, &'static str);
-    let fields: [(&mut f32, Rule); 5] = [
-        (&mut defaults.temperature, ("temperature", |t| t >= 0.0, "a number from 0")),
-        (&mut defaults.top_p, ("top_p", |p| p > 0.0 && p <= 1.0, "above 0 and at most 1")),
-        (&mut defaults.min_p, ("min_p", |p| (0.0..=1.0).contains(&p), "between 0 and 1")),
-        (&mut defaults.presence_penalty, ("presence_penalty", |_| true, "a number")),
-        (&mut defaults.repetition_penalty, ("repetition_penalty", |p| p > 0.0, "a number above 0")),
-    ];
-    for (field, (key, accepts, expected)) in fields {
+    for (key, field) in numbers(&mut defaults) {
         if let Some(value) = present(&generation, key) {
-            *field = value
-                .as_f64()
-                .filter(|number| accepts(*number))
-                .ok_or_else(|| unusable(GENERATION_FILE, key, value, expected))?
-                as f32;
+            let number =
+                value.as_f64().ok_or_else(|| unusable(GENERATION_FILE, key, value, "a number"))?;
+            *field = number as f32;
         }
     }
+    check_ranges(&defaults)?;
+    defaults.stop_ids = all_stop_ids(&generation, config)?;
+    Ok(defaults)
+}
 
-    for (file, root) in [
-        (GENERATION_FILE, &generation),
-        (CONFIG_FILE, config),
-        (CONFIG_FILE, &config["text_config"]),
-    ] {
-        for id in stop_ids(file, root)? {
-            if !defaults.stop_ids.contains(&id) {
-                defaults.stop_ids.push(id);
+fn numbers(defaults: &mut GenerationDefaults) -> [(&'static str, &mut f32); 6] {
+    [
+        ("temperature", &mut defaults.temperature),
+        ("top_p", &mut defaults.top_p),
+        ("min_p", &mut defaults.min_p),
+        ("presence_penalty", &mut defaults.presence_penalty),
+        ("frequency_penalty", &mut defaults.frequency_penalty),
+        ("repetition_penalty", &mut defaults.repetition_penalty),
+    ]
+}
+
+/// The sampler's own rule, whose message names the key and its range.
+fn check_ranges(defaults: &GenerationDefaults) -> Result<(), ChatError> {
+    let params = SampleParams {
+        temperature: defaults.temperature,
+        top_k: defaults.top_k,
+        top_p: defaults.top_p,
+        min_p: defaults.min_p,
+        repetition_penalty: defaults.repetition_penalty,
+        presence_penalty: defaults.presence_penalty,
+        frequency_penalty: defaults.frequency_penalty,
+        ..SampleParams::GREEDY
+    };
+    params.check().map_err(|problem| ChatError::Range { file: GENERATION_FILE, problem })
+}
+
+fn all_stop_ids(generation: &Value, config: &Value) -> Result<Vec<u32>, ChatError> {
+    let text_config = &config["text_config"];
+    let vocab = present(text_config, "vocab_size").or_else(|| present(config, "vocab_size"));
+    let vocab = vocab.and_then(Value::as_u64).unwrap_or(u64::MAX);
+    let mut all = Vec::new();
+    for (file, root) in
+        [(GENERATION_FILE, generation), (CONFIG_FILE, config), (CONFIG_FILE, text_config)]
+    {
+        for id in stop_ids(file, root, vocab)? {
+            if !all.contains(&id) {
+                all.push(id);
             }
         }
+        if all.len() > MAX_STOPS {
+            let count = Value::from(all.len());
+            return Err(unusable(file, STOP_KEY, &count, "at most 1024 token ids"));
+        }
     }
-    Ok(defaults)
+    Ok(all)
 }
 
 /// The source of the chat template: the file `chat_template.jinja` if there is one, else
@@ -115,6 +150,7 @@ pub fn find_template(
     if let Some(source) = chat_template_jinja {
         return Some(source.to_owned());
     }
+    // Its types were checked when the tokenizer was read.
     let config: Value = serde_json::from_str(tokenizer_config?).ok()?;
     match &config["chat_template"] {
         Value::String(source) => Some(source.clone()),
@@ -133,26 +169,31 @@ fn present<'v>(root: &'v Value, key: &str) -> Option<&'v Value> {
 }
 
 /// `eos_token_id` of one object: an id, a list of ids, or nothing.
-fn stop_ids(file: &'static str, root: &Value) -> Result<Vec<u32>, ChatError> {
-    const KEY: &str = "eos_token_id";
-    let Some(value) = present(root, KEY) else {
+fn stop_ids(file: &'static str, root: &Value, vocab: u64) -> Result<Vec<u32>, ChatError> {
+    let Some(value) = present(root, STOP_KEY) else {
         return Ok(Vec::new());
     };
-    let one = std::slice::from_ref(value);
-    value
-        .as_array()
-        .map_or(one, Vec::as_slice)
-        .iter()
-        .map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok()))
-        .collect::<Option<_>>()
-        .ok_or_else(|| unusable(file, KEY, value, "a token id or a list of them"))
+    let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+    // Looked for one by one among those before: a list beyond reason is not.
+    let list = &list[..list.len().min(MAX_STOPS + 1)];
+    let mut ids = Vec::with_capacity(list.len());
+    for id in list {
+        let id = id
+            .as_u64()
+            .ok_or_else(|| unusable(file, STOP_KEY, value, "a token id or a list of them"))?;
+        match u32::try_from(id) {
+            Ok(id) if u64::from(id) < vocab => ids.push(id),
+            _ => {
+                let expected = format!("an id of the vocabulary, which has {vocab} tokens");
+                return Err(unusable(file, STOP_KEY, &Value::from(id), &expected));
+            }
+        }
+    }
+    Ok(ids)
 }
 
-fn unusable(
-    file: &'static str,
-    key: &'static str,
-    value: &Value,
-    expected: &'static str,
-) -> ChatError {
-    ChatError::Defaults { file, key, value: value.to_string(), expected }
+fn unusable(file: &'static str, key: &'static str, value: &Value, expected: &str) -> ChatError {
+    let value = value.to_string();
+    let cut = value.char_indices().nth(200).map_or(value.len(), |(at, _)| at);
+    ChatError::Defaults { file, key, value: value[..cut].to_owned(), expected: expected.to_owned() }
 }

@@ -1,5 +1,7 @@
 //! What can go wrong between messages and tokens.
 
+use serde_json::Value;
+
 /// An error of this crate. Each says what happened, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -64,6 +66,16 @@ pub enum ChatError {
         /// What to do about it.
         hint: &'static str,
     },
+    /// A text has more tokens than there is room for.
+    #[error(
+        "a text of {bytes} bytes has more than the {limit} tokens that there is room for; shorten it, or use a longer context"
+    )]
+    TooLong {
+        /// Length of the text.
+        bytes: usize,
+        /// Tokens that there is room for.
+        limit: usize,
+    },
     /// `generation_config.json` or `config.json` holds a value that cannot be used.
     #[error("{file}: {key} is {value}, but must be {expected}; correct or remove that line")]
     Defaults {
@@ -74,10 +86,18 @@ pub enum ChatError {
         /// The value found.
         value: String,
         /// What is accepted.
-        expected: &'static str,
+        expected: String,
     },
-    /// A configuration file is not valid JSON.
-    #[error("{file} is not valid JSON: {problem}; download the file again")]
+    /// `generation_config.json` holds a value that is out of its range.
+    #[error("{file}: {problem}; correct or remove that line")]
+    Range {
+        /// The file at fault.
+        file: &'static str,
+        /// Key, value and range.
+        problem: String,
+    },
+    /// A configuration file is not a JSON object whose keys are there once.
+    #[error("{file}: {problem}; download the file again")]
     Json {
         /// The file at fault.
         file: &'static str,
@@ -86,7 +106,16 @@ pub enum ChatError {
     },
 }
 
-/// Parses a configuration file, naming it when it is broken.
-pub(crate) fn parse_json(file: &'static str, text: &str) -> Result<serde_json::Value, ChatError> {
-    serde_json::from_str(text).map_err(|error| ChatError::Json { file, problem: error.to_string() })
+/// Bytes of a configuration file.
+const MAX_FILE: usize = 64 << 20;
+
+/// Parses a configuration file, naming it when it is broken: an object, each key once.
+pub(crate) fn parse_object(file: &'static str, text: &str) -> Result<Value, ChatError> {
+    let bad = |problem: String| ChatError::Json { file, problem };
+    if text.len() > MAX_FILE {
+        return Err(bad(format!("it has {} bytes, more than {MAX_FILE}", text.len())));
+    }
+    lily_checkpoint::parse_json_object(text.as_bytes())
+        .map(Value::Object)
+        .map_err(|problem| bad(problem.to_string()))
 }

@@ -1,8 +1,11 @@
 //! Filters and tests of Jinja2 where minijinja's own are absent or differ.
 
-use minijinja::value::{Kwargs, Rest, ValueKind};
+use std::fmt::{self, Write as _};
+
+use minijinja::value::{Kwargs, Rest, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, State, Value};
 
+use crate::limits::{MAX_VALUE, long};
 use crate::marks::{ESCAPE, MARK, unmark};
 use crate::pyjson::{Style, dumps};
 use crate::pystr::{arguments, is_space, length, method, wrong};
@@ -39,6 +42,40 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
     }
     environment.add_filter("urlencode", url_encode);
     environment.add_filter("pprint", |value: &Value| repr_of(value));
+    for (name, filter) in [
+        ("upper", Value::from_function(minijinja::filters::upper)),
+        ("lower", Value::from_function(minijinja::filters::lower)),
+        ("capitalize", Value::from_function(minijinja::filters::capitalize)),
+        ("trim", Value::from_function(minijinja::filters::trim)),
+        ("safe", Value::from_function(minijinja::filters::safe)),
+    ] {
+        environment.add_filter(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            filter.call(state, &in_text(&args.into_values())?)
+        });
+    }
+    environment.add_filter("replace", replace);
+    environment.add_filter("format", {
+        let filter = Value::from_function(minijinja::filters::format);
+        move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            // `%(name)s` needs a mapping as it is: they are only looked at.
+            let args = args.into_values();
+            in_text(&args)?;
+            filter.call(state, &args)
+        }
+    });
+    for (name, test) in [
+        ("lower", Value::from_function(minijinja::tests::is_lower)),
+        ("upper", Value::from_function(minijinja::tests::is_upper)),
+    ] {
+        environment.add_test(name, move |state: &mut State, args: Rest<ValueOrKwargs>| {
+            test.call(state, &in_text(&args.into_values())?)
+        });
+    }
+    // Jinja2 has none of these.
+    environment.remove_filter("chain");
+    for name in ["startingwith", "endingwith"] {
+        environment.remove_test(name);
+    }
     environment.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map)
             || value.kind() == ValueKind::Iterable && value.len().is_some()
@@ -48,8 +85,54 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
         !value.is_none() && (value.is_undefined() || value.try_iter().is_ok())
     });
     environment.add_test("callable", |value: &Value| {
-        value.kind() == ValueKind::Plain || value.to_string().starts_with("<macro ")
+        // Of lists, every item would be looked at.
+        value.kind() == ValueKind::Plain
+            || value.kind() == ValueKind::Map && begins_with(value, "<macro ")
     });
+}
+
+/// Lists and mappings among the arguments as Python's `str()` gives them, up to the limit.
+/// minijinja's own filters would write one that doubles at each step without an end.
+pub(crate) fn in_text(args: &[Value]) -> Result<Vec<Value>, Error> {
+    let text = |arg: &Value| match arg.kind() {
+        ValueKind::Seq | ValueKind::Iterable | ValueKind::Map if !arg.is_kwargs() => {
+            Ok(Value::from(str_of(arg)?))
+        }
+        _ => Ok(arg.clone()),
+    };
+    args.iter().map(text).collect()
+}
+
+/// `replace(old, new, count)`.
+fn replace(value: &Value, positional: Rest<Value>, named: Kwargs) -> Result<String, Error> {
+    let [old, new, count] = arguments(["old", "new", "count"], positional, &named)?;
+    let (Some(old), Some(new)) = (old, new) else {
+        return Err(Error::from(minijinja::ErrorKind::MissingArgument));
+    };
+    let count = count.map_or(Ok(-1), i64::try_from)?;
+    let count = usize::try_from(count).unwrap_or(usize::MAX);
+    let (text, old, new) = (str_of(value)?, str_of(&old)?, str_of(&new)?);
+    let found = text.matches(&old).count().min(count);
+    if text.len().saturating_add(found.saturating_mul(new.len())) > MAX_VALUE {
+        return Err(long());
+    }
+    Ok(text.replacen(&old, &new, found))
+}
+
+/// Whether minijinja's form of a value begins with these words; no more of it is written.
+fn begins_with(value: &Value, words: &'static str) -> bool {
+    struct Expect(&'static str);
+    impl fmt::Write for Expect {
+        fn write_str(&mut self, text: &str) -> fmt::Result {
+            let len = text.len().min(self.0.len());
+            let (now, later) = self.0.split_at_checked(len).ok_or(fmt::Error)?;
+            self.0 = if text.starts_with(now) { later } else { return Err(fmt::Error) };
+            if later.is_empty() { Err(fmt::Error) } else { Ok(()) }
+        }
+    }
+    let mut expected = Expect(words);
+    let _ = write!(expected, "{value}");
+    expected.0.is_empty()
 }
 
 /// `tojson(ensure_ascii, indent, separators, sort_keys)`, in the order of Hugging Face's filter.
@@ -68,7 +151,7 @@ fn to_json(value: &Value, positional: Rest<Value>, named: Kwargs) -> Result<Stri
     style.ensure_ascii = ascii.is_some_and(|ascii| ascii.is_true());
     style.sort_keys = sort.is_some_and(|sort| sort.is_true());
     if let Some(separators) = separators.filter(|separators| !separators.is_none()) {
-        let pair: Vec<Value> = separators.try_iter()?.collect();
+        let pair: Vec<Value> = separators.try_iter()?.take(3).collect();
         let [item, key] =
             <[Value; 2]>::try_from(pair).map_err(|_| wrong("tojson needs two separators"))?;
         (style.item_separator, style.key_separator) = (str_of(&item)?, str_of(&key)?);
@@ -330,20 +413,25 @@ fn url_encode(value: &Value) -> Result<String, Error> {
         }
         Ok(out)
     };
-    let pairs: Vec<(Value, Value)> = match value.kind() {
-        ValueKind::Map => value
-            .try_iter()?
-            .map(|key| Ok((key.clone(), value.get_item(&key)?)))
-            .collect::<Result<_, Error>>()?,
-        ValueKind::Seq | ValueKind::Iterable => value
-            .try_iter()?
-            .map(|pair| Ok((pair.get_item_by_index(0)?, pair.get_item_by_index(1)?)))
-            .collect::<Result<_, Error>>()?,
-        _ => return quote(value, false),
+    let of_pair = |item: Value| -> Result<(Value, Value), Error> {
+        match value.kind() {
+            ValueKind::Map => Ok((item.clone(), value.get_item(&item)?)),
+            _ => Ok((item.get_item_by_index(0)?, item.get_item_by_index(1)?)),
+        }
     };
-    let pairs: Vec<String> = pairs
-        .iter()
-        .map(|(key, value)| Ok(format!("{}={}", quote(key, true)?, quote(value, true)?)))
-        .collect::<Result<_, Error>>()?;
-    Ok(pairs.join("&"))
+    if !matches!(value.kind(), ValueKind::Map | ValueKind::Seq | ValueKind::Iterable) {
+        return quote(value, false);
+    }
+    let mut out = String::new();
+    for item in value.try_iter()? {
+        let (key, value) = of_pair(item)?;
+        if !out.is_empty() {
+            out.push('&');
+        }
+        out.push_str(&format!("{}={}", quote(&key, true)?, quote(&value, true)?));
+        if out.len() > MAX_VALUE {
+            return Err(long());
+        }
+    }
+    Ok(out)
 }

@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use minijinja::value::{Kwargs, Object, ObjectRepr, Rest, Tuple, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 
+use crate::concat::{ADDEND, CONCAT, addend, concat};
 use crate::namespace::namespace;
 use crate::pystr::wrong;
+use crate::pyvalue::str_of;
 use crate::source::VARIADIC;
 use crate::strftime;
 
@@ -37,16 +39,19 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
         }
         Ok(Value::from_object(Cycler { items: items.0, at: AtomicUsize::new(0) }))
     });
-    environment.add_function("joiner", |by: Option<String>| {
-        Value::from_object(Joiner { by: by.unwrap_or(", ".into()), used: AtomicUsize::new(0) })
+    environment.add_function("joiner", |by: Option<Value>| -> Result<Value, Error> {
+        let by = by.map_or(Ok(", ".to_owned()), |by| str_of(&by))?;
+        Ok(Value::from_object(Joiner { by, used: AtomicUsize::new(0) }))
     });
+    environment.add_function(CONCAT, concat);
+    environment.add_function(ADDEND, addend);
     environment.add_function(VARIADIC, |wrapped: Value, names: Rest<String>| {
         Value::from_object(Variadic { wrapped, names: names.0 })
     });
 }
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {
-    let message = crate::pyvalue::str_of(message)?;
+    let message = str_of(message)?;
     let message = crate::marks::unmark(&message).into_owned();
     Err(Error::new(ErrorKind::InvalidOperation, "raised").with_source(Raised(message)))
 }
@@ -57,11 +62,12 @@ pub(crate) fn strftime_at(unix_seconds: u64, format: &str) -> Result<String, Err
 }
 
 /// `dict(mapping or pairs, name=value…)`, always a new one.
-fn dict(from: Option<Value>, named: Kwargs) -> Result<Value, Error> {
+fn dict(state: &State, from: Option<Value>, named: Kwargs) -> Result<Value, Error> {
     let mut pairs = Vec::new();
     if let Some(from) = from {
         let is_map = from.kind() == ValueKind::Map;
         for item in from.try_iter()? {
+            state.consume_fuel(2)?;
             pairs.push(match is_map {
                 true => (item.clone(), from.get_item(&item)?),
                 false => (item.get_item_by_index(0)?, item.get_item_by_index(1)?),

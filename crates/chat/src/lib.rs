@@ -22,6 +22,7 @@
 #![forbid(unsafe_code)]
 
 mod bigint;
+mod concat;
 mod defaults;
 mod detokenizer;
 mod error;

@@ -69,63 +69,72 @@ pub(crate) enum Piece<'t> {
     Control(u32),
 }
 
-/// Control tokens that begin with the same byte, the longest first, because the longest wins.
-#[derive(Debug, Clone)]
-struct Bucket {
-    first: u8,
-    tokens: Vec<(Box<str>, u32)>,
+/// Openings of all spellings together, see [`ControlSpellings`]: far more than any model has.
+const MAX_OPENINGS: usize = 1 << 20;
+
+/// Words in order, for finding those with which a text begins: of as many words as there may be,
+/// in steps of the text's own bytes.
+#[derive(Debug, Clone, Default)]
+struct Words(Vec<(Box<str>, u32)>);
+
+impl Words {
+    fn new(mut words: Vec<(Box<str>, u32)>) -> Self {
+        words.sort_unstable();
+        words.dedup_by(|one, other| one.0 == other.0);
+        Self(words)
+    }
+
+    /// The length and id of the longest word with which `text` begins, and whether `text` as a
+    /// whole begins a word.
+    fn longest_in(&self, text: &[u8]) -> (Option<(usize, u32)>, bool) {
+        let (mut left, mut longest) = (self.0.as_slice(), None);
+        for (at, byte) in text.iter().enumerate() {
+            // All words left begin with what was read; the one that ends here is the first.
+            let next = |word: &(Box<str>, u32)| word.0.as_bytes().get(at).copied();
+            let start = left.partition_point(|word| next(word) < Some(*byte));
+            let end = left.partition_point(|word| next(word) <= Some(*byte));
+            left = &left[start..end];
+            match left.first() {
+                Some((word, id)) if word.len() == at + 1 => longest = Some((at + 1, *id)),
+                Some(_) => {}
+                None => return (longest, false),
+            }
+        }
+        (longest, !left.is_empty())
+    }
 }
 
 /// The spellings of a tokenizer's control tokens, ready for searching and marking.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ControlSpellings {
-    buckets: Vec<Bucket>,
+    words: Words,
+    /// With which some spelling begins, in order.
     first_chars: Vec<char>,
     /// What is left of a spelling after its opening punctuation.
-    remainders: Vec<Box<str>>,
+    remainders: Words,
 }
 
 impl ControlSpellings {
-    pub(crate) fn new<'s>(tokens: impl IntoIterator<Item = (&'s str, u32)>) -> Self {
-        let mut this = Self::default();
+    pub(crate) fn new<'s>(
+        tokens: impl IntoIterator<Item = (&'s str, u32)>,
+    ) -> Result<Self, String> {
+        let (mut words, mut first_chars, mut remainders) = (Vec::new(), Vec::new(), Vec::new());
         for (spelling, id) in tokens {
-            let Some(first_char) = spelling.chars().next() else {
-                continue;
-            };
-            let first = spelling.as_bytes()[0];
-            let token = (Box::from(spelling), id);
-            match this.buckets.iter_mut().find(|b| b.first == first) {
-                Some(bucket) => bucket.tokens.push(token),
-                None => this.buckets.push(Bucket { first, tokens: vec![token] }),
-            }
-            if !this.first_chars.contains(&first_char) {
-                this.first_chars.push(first_char);
-            }
+            words.push((Box::from(spelling), id));
+            first_chars.extend(spelling.chars().next());
             let opening = spelling
                 .char_indices()
                 .take_while(|(_, c)| !c.is_alphanumeric())
                 .map(|(at, c)| at + c.len_utf8());
-            for rest in opening.map(|end| &spelling[end..]) {
-                if !rest.is_empty() && !this.remainders.iter().any(|r| **r == *rest) {
-                    this.remainders.push(rest.into());
-                }
+            let rests = opening.map(|end| &spelling[end..]).filter(|rest| !rest.is_empty());
+            remainders.extend(rests.map(|rest| (Box::from(rest), 0)));
+            if remainders.len() > MAX_OPENINGS {
+                return Err("its added tokens begin with too much punctuation".into());
             }
         }
-        for bucket in &mut this.buckets {
-            bucket.tokens.sort_by_key(|(spelling, _)| std::cmp::Reverse(spelling.len()));
-        }
-        this
-    }
-
-    /// The longest control token that starts at the beginning of `bytes`.
-    fn longest_at(&self, bytes: &[u8]) -> Option<(usize, u32)> {
-        let first = *bytes.first()?;
-        let bucket = self.buckets.iter().find(|b| b.first == first)?;
-        bucket
-            .tokens
-            .iter()
-            .find(|(spelling, _)| bytes.starts_with(spelling.as_bytes()))
-            .map(|(spelling, id)| (spelling.len(), *id))
+        first_chars.sort_unstable();
+        first_chars.dedup();
+        Ok(Self { words: Words::new(words), first_chars, remainders: Words::new(remainders) })
     }
 
     /// Splits rendered text at its unmarked control tokens.
@@ -133,7 +142,7 @@ impl ControlSpellings {
         let bytes = rendered.as_bytes();
         let (mut pieces, mut start, mut at) = (Vec::new(), 0, 0);
         while at < bytes.len() {
-            match self.longest_at(&bytes[at..]) {
+            match self.words.longest_in(&bytes[at..]).0 {
                 Some((len, id)) => {
                     if start < at {
                         pieces.push(Piece::Text(&rendered[start..at]));
@@ -185,7 +194,7 @@ impl ControlSpellings {
                 let rest = &text[at..];
                 rest.starts_with(THINK_CLOSE) || (at < close && rest.starts_with(THINK_OPEN))
             });
-            if self.first_chars.contains(&c) && !spared {
+            if self.first_chars.binary_search(&c).is_ok() && !spared {
                 marked.push(MARK);
             }
         }
@@ -195,11 +204,8 @@ impl ControlSpellings {
     /// Whether `text` behind a template's own `<` (or the like) would make a control token,
     /// alone or with what the template appends.
     fn continues_a_token(&self, text: &str) -> bool {
-        !text.is_empty()
-            && self
-                .remainders
-                .iter()
-                .any(|rest| text.starts_with(&**rest) || rest.starts_with(text))
+        let (word, begins) = self.remainders.longest_in(text.as_bytes());
+        !text.is_empty() && (word.is_some() || begins)
     }
 }
 
@@ -215,6 +221,7 @@ mod tests {
             ("<tool", 4),
             ("<tool_call>", 5),
         ])
+        .unwrap()
     }
 
     #[test]
@@ -223,6 +230,35 @@ mod tests {
             spellings().split("a<tool_call>b<tool"),
             [Piece::Text("a"), Piece::Control(5), Piece::Text("b"), Piece::Control(4)]
         );
+    }
+
+    #[test]
+    fn words_are_found_as_by_looking_at_each() {
+        let words = ["a", "ab", "abcd", "b", "é", "éa", "<", "<|", "<|x|>", "<|y|>"];
+        let sorted = Words::new(words.iter().zip(0..).map(|(w, id)| (Box::from(*w), id)).collect());
+        for text in ["", "a", "abc", "abcde", "b", "c", "é", "éab", "<|", "<|x", "<|y|>z", "\u{e8}"]
+        {
+            let longest = words
+                .iter()
+                .zip(0..)
+                .filter(|(w, _)| text.starts_with(**w))
+                .map(|(w, id)| (w.len(), id))
+                .max();
+            let begins = words.iter().any(|w| w.starts_with(text));
+            assert_eq!(sorted.longest_in(text.as_bytes()), (longest, begins), "{text}");
+        }
+    }
+
+    #[test]
+    fn many_spellings_cost_no_more_than_few() {
+        let spellings: Vec<String> = (0..100_000).map(|n| format!("<|reserved_{n}|>")).collect();
+        let many = ControlSpellings::new(spellings.iter().map(String::as_str).zip(0..)).unwrap();
+        let text = "<|reserved_99999|> < <| <|reserved_ ".repeat(1000);
+        assert_eq!(many.split(&text).len(), 2000);
+        assert_eq!(many.split(&many.mark(&text)).len(), 1);
+        let punctuation = "<".repeat(256);
+        let more: Vec<String> = (0..5000).map(|n| format!("{punctuation}{n}")).collect();
+        assert!(ControlSpellings::new(more.iter().map(String::as_str).zip(0..)).is_err());
     }
 
     #[test]

@@ -4,6 +4,7 @@ use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat;
 
+use crate::filters::in_text;
 use crate::marks::{ESCAPE, MARK, unmark};
 use crate::source::{SET_METHOD, SLICE_METHOD};
 
@@ -31,7 +32,13 @@ pub(crate) fn method(
     };
     match known {
         Some(result) => Ok(result),
-        None => pycompat::unknown_method_callback(state, value, method, args),
+        None => {
+            // `format` writes what it is given as minijinja does, without an end.
+            if method == "format" {
+                in_text(args)?;
+            }
+            pycompat::unknown_method_callback(state, value, method, args)
+        }
     }
 }
 
@@ -51,8 +58,9 @@ fn slice(state: &State, value: &Value, args: &[Value]) -> Result<Value, Error> {
             Ok(Value::from(picked.into_iter().map(|at| units[at]).collect::<String>()))
         }
         ValueKind::Seq | ValueKind::Iterable => {
+            // Before the items are there: `[1] * 1000000000` is none of them yet.
+            state.consume_fuel(value.len().unwrap_or(0) as u64 / 4)?;
             let items: Vec<Value> = value.try_iter()?.collect();
-            state.consume_fuel(items.len() as u64 / 16)?;
             let picked = pick(items.len(), start, stop, step.unwrap_or(1))?;
             let picked: Vec<Value> = picked.into_iter().map(|at| items[at].clone()).collect();
             Ok(match value.is_tuple() {

@@ -9,9 +9,12 @@
 //! - A macro parameter whose default names an earlier parameter gets it inside the macro.
 //! - A slice `x[a:b:c]` becomes a call of [`pystr`](crate::pystr)'s own, which copies as Python does
 //!   and does not count marks.
+//! - `~` becomes a call, and the operands of `+` go through one: see [`concat`](crate::concat).
 //! - `{% set ns.x = … %}` becomes a call of [`namespace`](crate::namespace)'s own setter, which
 //!   limits how deep values nest. Compiling and dropping are recursive in minijinja too, hence
 //!   the limits on the source below.
+
+use crate::concat;
 
 /// Bytes of a template; published ones take up to 30 KB.
 const MAX_SOURCE: usize = 1 << 20;
@@ -117,6 +120,11 @@ pub(crate) fn prepare(source: &str) -> Result<Prepared, String> {
     }
     let slices = found.iter().flat_map(|tag| &tag.brackets).flat_map(|b| b.slice(&source));
     let source = apply(&source, slices.collect());
+    let joins = tags(&source)?.into_iter().flat_map(|tag| {
+        let edits = concat::edits(&source[tag.at..tag.close], tag.block).into_iter();
+        edits.map(move |(start, end, text)| (tag.at + start, tag.at + end, text))
+    });
+    let source = apply(&source, joins.collect());
 
     let mut rewriter = Rewriter { source: &source, edits: Vec::new(), open: Vec::new() };
     for tag in tags(&source)?.iter().filter(|tag| tag.block) {

@@ -32,7 +32,6 @@ const NAME: &str = "chat_template";
 /// - Where Python raises a `TypeError`, minijinja is often lenient: comparing values of different
 ///   types, `in` with a number, iterating over `none`, sorting mixed lists, `<` with a missing value.
 /// - The `%` operator on strings (use `format`), unary `+`, and bare tuples in `{{ 1, 2 }}`.
-/// - Floats of 1e16 and above, or below 1e-4, joined with `~`, get no exponent.
 /// - Content is marked (see [`marks`](crate::marks)): a template that compares or counts off the
 ///   characters of content holding the first one of a control token (`<`) sees the marks. Lengths,
 ///   slices, searches and case changes do not.

@@ -2,19 +2,25 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::str::FromStr;
+use std::panic::AssertUnwindSafe;
 
 use serde_json::Value;
 
-use crate::error::{ChatError, parse_json};
+use crate::error::{ChatError, parse_object};
 use crate::marks::{ControlSpellings, Piece, unmark};
+
+mod added;
+mod alphabet;
+mod definition;
+mod pieces;
+
+use added::{Added, added_tokens, wrong_type};
+use alphabet::Alphabet;
+use definition::{Definition, define};
 
 const TOKENIZER_FILE: &str = "tokenizer.json";
 const CONFIG_FILE: &str = "tokenizer_config.json";
 const WRONG_FILE: &str = "use the tokenizer files published with this model";
-
-/// Ids above this are a broken file, not a vocabulary.
-const MAX_ID: u64 = 1 << 22;
 
 /// What an id stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,13 +32,6 @@ enum Kind {
     Control {
         special: bool,
     },
-}
-
-/// An added token, as either file gives it.
-struct Added {
-    id: u32,
-    content: String,
-    special: bool,
 }
 
 /// Tokenizer of one checkpoint.
@@ -49,6 +48,8 @@ pub struct Tokenizer {
     /// Raw bytes of all tokens, one after another; token `id` is `bytes[ends[id-1]..ends[id]]`.
     bytes: Vec<u8>,
     ends: Vec<u32>,
+    /// Most bytes of a text for which one token can stand.
+    longest: usize,
 }
 
 impl fmt::Debug for Tokenizer {
@@ -67,139 +68,152 @@ impl Tokenizer {
     ///
     /// # Errors
     ///
-    /// A file that is not valid, a decoder other than byte-level, or two entries that contradict
-    /// each other (one id with two spellings, one spelling with two ids).
+    /// A file that is not valid, that has a key twice, that is not the definition of a byte-level
+    /// BPE (another kind is named), or two entries that contradict each other (one id with two
+    /// spellings, one spelling with two ids).
     pub fn from_json(
         tokenizer_json: &str,
         tokenizer_config: Option<&str>,
     ) -> Result<Self, ChatError> {
-        let mut file = parse_json(TOKENIZER_FILE, tokenizer_json)?;
+        let mut file = parse_object(TOKENIZER_FILE, tokenizer_json)?;
         let config = tokenizer_config
-            .map(|text| parse_json(CONFIG_FILE, text))
+            .map(|text| parse_object(CONFIG_FILE, text))
             .transpose()?
             .unwrap_or(Value::Null);
-        let bad = |problem: String| broken(TOKENIZER_FILE, problem);
-
-        if !uses_byte_level_decoder(&file["decoder"]) {
-            return Err(bad("its decoder is not ByteLevel".into()));
-        }
-        let mut added = Vec::new();
-        for entry in file["added_tokens"].as_array().into_iter().flatten() {
-            let id = entry["id"].as_u64();
-            add(&mut added, TOKENIZER_FILE, id, entry)?;
-        }
-        for (id, entry) in config["added_tokens_decoder"].as_object().into_iter().flatten() {
-            add(&mut added, CONFIG_FILE, id.parse().ok(), entry)?;
-        }
-
-        // Without added tokens the library can only produce text tokens; truncation and padding
-        // belong to training and would silently change a prompt.
-        let Some(root) = file.as_object_mut() else {
-            return Err(bad("it is not a JSON object".into()));
-        };
-        root.insert("added_tokens".into(), Value::Array(Vec::new()));
-        for key in ["truncation", "padding", "post_processor"] {
-            root.insert(key.into(), Value::Null);
-        }
-        let text = tokenizers::Tokenizer::from_str(&file.to_string())
-            .map_err(|error| bad(error.to_string()))?;
-
-        let vocab = text.get_vocab(false);
-        for token in &added {
-            // Some models list a control token in the vocabulary too; then the ids must agree.
-            if vocab.get(&token.content).is_some_and(|id| *id != token.id) {
-                return Err(contradiction(TOKENIZER_FILE, token.id, &token.content));
-            }
-        }
-        Self::assemble(text, vocab, added, &config)
+        let added = added_tokens(&file, &config)?;
+        let eos = eos_token(&config)?;
+        check_template(&config)?;
+        let definition = define(&mut file).map_err(|problem| broken(TOKENIZER_FILE, problem))?;
+        Self::assemble(definition, added, eos)
     }
 
     fn assemble(
-        text: tokenizers::Tokenizer,
-        vocab: HashMap<String, u32>,
+        definition: Definition,
         added: Vec<Added>,
-        config: &Value,
+        eos: Option<&str>,
     ) -> Result<Self, ChatError> {
+        let Definition { text, vocab, normalizes } = definition;
         let len = vocab
             .values()
             .copied()
             .chain(added.iter().map(|token| token.id))
             .max()
             .map_or(0, |id| id as usize + 1);
-        if len as u64 > MAX_ID {
-            return Err(broken(TOKENIZER_FILE, format!("it names the id {}", len - 1)));
-        }
         let mut kinds = vec![Kind::Unnamed; len];
-        let mut spellings: Vec<Option<Vec<u8>>> = vec![None; len];
-        let alphabet = byte_level_alphabet();
+        let mut spellings = Vec::with_capacity(vocab.len() + added.len());
+        let alphabet = Alphabet::new();
         for (token, id) in &vocab {
-            let slot = &mut spellings[*id as usize];
-            if slot.is_some() {
-                return Err(contradiction(TOKENIZER_FILE, *id, token));
-            }
-            *slot = Some(undo_byte_level(&alphabet, token));
             kinds[*id as usize] = Kind::Text;
+            spellings.push((*id, alphabet.bytes(token)));
         }
+        let longest = spellings.iter().map(|(_, bytes)| bytes.len()).max().unwrap_or(1);
         for token in &added {
-            let at = token.id as usize;
-            if kinds[at] == Kind::Text && vocab.get(&token.content) != Some(&token.id) {
-                return Err(contradiction(CONFIG_FILE, token.id, &token.content));
+            let kind = &mut kinds[token.id as usize];
+            // Some models list a control token in the vocabulary too; then both must agree.
+            let listed = vocab.get(&token.content);
+            if listed.is_some_and(|id| *id != token.id) || listed.is_none() && *kind == Kind::Text {
+                return Err(contradiction(TOKENIZER_FILE, token.id, &token.content));
             }
-            spellings[at] = Some(token.content.clone().into_bytes());
-            kinds[at] = Kind::Control { special: token.special };
+            if listed.is_none() {
+                spellings.push((token.id, token.content.clone().into_bytes()));
+            }
+            *kind = Kind::Control { special: token.special };
         }
-        let (mut bytes, mut ends) = (Vec::new(), Vec::with_capacity(len));
-        for spelling in spellings {
-            bytes.extend(spelling.unwrap_or_default());
-            ends.push(
-                u32::try_from(bytes.len()).map_err(|_| {
-                    broken(TOKENIZER_FILE, "its tokens take more than 4 GiB".into())
-                })?,
-            );
+        spellings.sort_unstable();
+        let (mut bytes, mut ends) = (Vec::new(), vec![0; len]);
+        let mut spellings = spellings.into_iter().peekable();
+        for (id, end) in ends.iter_mut().enumerate() {
+            if let Some((_, spelling)) = spellings.next_if(|(named, _)| *named as usize == id) {
+                bytes.extend(spelling);
+            }
+            // Both files together are far below 4 GiB.
+            *end = bytes.len() as u32;
         }
         let control_ids: HashMap<String, u32> =
             added.into_iter().map(|token| (token.content, token.id)).collect();
-        let eos = &config["eos_token"];
-        let eos_id = eos
-            .as_str()
-            .or_else(|| eos["content"].as_str())
-            .and_then(|content| control_ids.get(content).copied());
         Ok(Self {
             text,
-            control: ControlSpellings::new(control_ids.iter().map(|(s, id)| (s.as_str(), *id))),
+            control: ControlSpellings::new(control_ids.iter().map(|(s, id)| (s.as_str(), *id)))
+                .map_err(|problem| broken(TOKENIZER_FILE, problem))?,
+            eos_id: eos.and_then(|content| control_ids.get(content).copied()),
             control_ids,
-            eos_id,
             kinds,
             bytes,
             ends,
+            longest: longest * if normalizes { MOST_SHRINKING } else { 1 },
         })
     }
 
     /// Tokenizes plain text. No control token is ever produced, whatever the text says.
+    ///
+    /// # Errors
+    ///
+    /// A text that is too long for any model.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, ChatError> {
-        let failed = |problem: String| ChatError::Encode { bytes: text.len(), problem };
-        let encoding =
-            self.text.encode_fast(text, false).map_err(|error| failed(error.to_string()))?;
-        let ids = encoding.get_ids();
-        match ids.iter().find(|id| self.is_control(**id)) {
-            None => Ok(ids.to_vec()),
-            Some(id) => Err(failed(format!("its merges spell the control token {id}"))),
-        }
+        self.encode_within(text, usize::MAX)
+    }
+
+    /// [`encode`](Self::encode) of a text that may have up to `limit` tokens. One that has more
+    /// costs no more work than one that fits.
+    ///
+    /// # Errors
+    ///
+    /// [`ChatError::TooLong`] for a text of more tokens, else as [`encode`](Self::encode).
+    pub fn encode_within(&self, text: &str, limit: usize) -> Result<Vec<u32>, ChatError> {
+        let mut ids = Ids::new(self, text.len(), limit)?;
+        ids.text(text)?;
+        Ok(ids.ids)
     }
 
     /// Tokenizes the output of [`ChatTemplate::render`](crate::ChatTemplate::render): splits at
     /// unmarked control tokens, removes the marks, and tokenizes each piece whole.
     ///
     /// Text that never went through `render` is trusted here: control tokens in it are real.
+    ///
+    /// # Errors
+    ///
+    /// A text that is too long for any model.
     pub fn encode_rendered(&self, rendered: &str) -> Result<Vec<u32>, ChatError> {
-        let mut ids = Vec::with_capacity(rendered.len() / 3);
-        for piece in self.control.split(rendered) {
+        self.encode_rendered_within(rendered, usize::MAX)
+    }
+
+    /// [`encode_rendered`](Self::encode_rendered) of a prompt that may have up to `limit` tokens.
+    /// One that has more costs no more work than one that fits.
+    ///
+    /// # Errors
+    ///
+    /// [`ChatError::TooLong`] for a prompt of more tokens, else as
+    /// [`encode_rendered`](Self::encode_rendered).
+    pub fn encode_rendered_within(
+        &self,
+        rendered: &str,
+        limit: usize,
+    ) -> Result<Vec<u32>, ChatError> {
+        let pieces = self.control.split(rendered);
+        // Marks are no text, so they do not count.
+        let bytes = pieces.iter().map(|piece| match piece {
+            Piece::Control(_) => 0,
+            Piece::Text(text) => unmark(text).len(),
+        });
+        let mut ids = Ids::new(self, bytes.sum(), limit)?;
+        for piece in pieces {
             match piece {
-                Piece::Control(id) => ids.push(id),
-                Piece::Text(text) => ids.extend(self.encode(&unmark(text))?),
+                Piece::Control(id) => ids.push(&[id])?,
+                Piece::Text(text) => ids.text(&unmark(text))?,
             }
         }
-        Ok(ids)
+        Ok(ids.ids)
+    }
+
+    /// Tokens of a piece of text, without looking at its length.
+    fn encode_piece(&self, text: &str) -> Result<Vec<u32>, ChatError> {
+        let failed = |problem: String| ChatError::Encode { bytes: text.len(), problem };
+        let encoding = fence(|| self.text.encode_fast(text, false)).map_err(failed)?;
+        let ids = encoding.get_ids();
+        match ids.iter().find(|id| self.is_control(**id)) {
+            None => Ok(ids.to_vec()),
+            Some(id) => Err(failed(format!("its merges spell the control token {id}"))),
+        }
     }
 
     /// Raw bytes of a token, the byte-level alphabet undone; control tokens give their spelling.
@@ -265,28 +279,91 @@ impl Tokenizer {
     }
 }
 
-/// Takes one added token, unless it is known already or contradicts what is known.
-fn add(
-    known: &mut Vec<Added>,
-    file: &'static str,
-    id: Option<u64>,
-    entry: &Value,
-) -> Result<(), ChatError> {
-    let content = entry["content"].as_str().filter(|text| !text.is_empty());
-    let id = id.filter(|id| *id < MAX_ID).and_then(|id| u32::try_from(id).ok());
-    let (Some(id), Some(content)) = (id, content) else {
-        return Err(broken(file, format!("an added token has no usable id and content: {entry}")));
+/// Bytes of text by which normalization can shrink to one: a mathematical letter to an ASCII one
+/// takes four, three Hangul letters to a syllable nine for three.
+const MOST_SHRINKING: usize = 4;
+
+/// The tokens of a prompt, as they come.
+struct Ids<'t> {
+    tokenizer: &'t Tokenizer,
+    ids: Vec<u32>,
+    bytes: usize,
+    limit: usize,
+}
+
+impl<'t> Ids<'t> {
+    fn new(tokenizer: &'t Tokenizer, bytes: usize, limit: usize) -> Result<Self, ChatError> {
+        let least = bytes / tokenizer.longest;
+        match least > limit {
+            true => Err(ChatError::TooLong { bytes, limit }),
+            false => {
+                let ids = Vec::with_capacity((bytes / 3).min(limit));
+                Ok(Self { tokenizer, ids, bytes, limit })
+            }
+        }
+    }
+
+    fn push(&mut self, more: &[u32]) -> Result<(), ChatError> {
+        self.ids.extend_from_slice(more);
+        match self.ids.len() > self.limit {
+            true => Err(ChatError::TooLong { bytes: self.bytes, limit: self.limit }),
+            false => Ok(()),
+        }
+    }
+
+    fn text(&mut self, text: &str) -> Result<(), ChatError> {
+        let mut rest = text;
+        while !rest.is_empty() {
+            let piece = pieces::next(self.tokenizer, rest)?;
+            self.push(&self.tokenizer.encode_piece(piece)?)?;
+            rest = &rest[piece.len()..];
+        }
+        Ok(())
+    }
+}
+
+/// The spelling of `eos_token`, which is a text or an added token.
+fn eos_token(config: &Value) -> Result<Option<&str>, ChatError> {
+    match &config["eos_token"] {
+        Value::Null => Ok(None),
+        Value::String(content) => Ok(Some(content)),
+        entry => match &entry["content"] {
+            Value::String(content) => Ok(Some(content)),
+            _ => Err(wrong_type(CONFIG_FILE, "eos_token", entry, "a text or an added token")),
+        },
+    }
+}
+
+/// The types that [`find_template`](crate::find_template) relies on.
+fn check_template(config: &Value) -> Result<(), ChatError> {
+    let template = &config["chat_template"];
+    let good = match template {
+        Value::Null | Value::String(_) => true,
+        Value::Array(named) => {
+            named.iter().all(|entry| entry["name"].is_string() && entry["template"].is_string())
+        }
+        _ => false,
     };
-    match known.iter().find(|t| t.id == id || t.content == content) {
-        Some(same) if same.id == id && same.content == content => Ok(()),
-        Some(_) => Err(contradiction(file, id, content)),
-        None => {
-            known.push(Added {
-                id,
-                content: content.to_owned(),
-                special: entry["special"].as_bool().unwrap_or(false),
-            });
-            Ok(())
+    match good {
+        true => Ok(()),
+        false => {
+            let expected = "a text or a list of named texts";
+            Err(wrong_type(CONFIG_FILE, "chat_template", template, expected))
+        }
+    }
+}
+
+/// Calls the `tokenizers` crate, whose panics become errors. None is known that checked definitions
+/// bring about; this is the last line.
+fn fence<T>(
+    call: impl FnOnce() -> Result<T, Box<dyn std::error::Error + Send + Sync>>,
+) -> Result<T, String> {
+    match std::panic::catch_unwind(AssertUnwindSafe(call)) {
+        Ok(result) => result.map_err(|error| error.to_string()),
+        Err(panic) => {
+            let words = panic.downcast_ref::<String>().map(String::as_str);
+            let words = words.or_else(|| panic.downcast_ref::<&str>().copied());
+            Err(format!("the tokenizer library failed: {}", words.unwrap_or("no reason given")))
         }
     }
 }
@@ -304,40 +381,18 @@ fn contradiction(file: &'static str, id: u32, content: &str) -> ChatError {
     )
 }
 
-fn uses_byte_level_decoder(decoder: &Value) -> bool {
-    match decoder["type"].as_str() {
-        Some("ByteLevel") => true,
-        Some("Sequence") => match decoder["decoders"].as_array().map(Vec::as_slice) {
-            Some([only]) => uses_byte_level_decoder(only),
-            _ => false,
-        },
-        _ => false,
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_of_the_library_is_an_error() {
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        let failed: Result<(), String> = fence(|| panic!("on purpose"));
+        let formatted: Result<(), String> = fence(|| panic!("{}", 1));
+        std::panic::set_hook(hook);
+        assert_eq!(failed.unwrap_err(), "the tokenizer library failed: on purpose");
+        assert_eq!(formatted.unwrap_err(), "the tokenizer library failed: 1");
     }
-}
-
-/// GPT-2's printable stand-ins for the 256 bytes.
-fn byte_level_alphabet() -> HashMap<char, u8> {
-    let mut stand_in = 256_u32;
-    (0..=u8::MAX)
-        .filter_map(|byte| {
-            let c = match byte {
-                b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF => char::from(byte),
-                _ => {
-                    stand_in += 1;
-                    char::from_u32(stand_in - 1)?
-                }
-            };
-            Some((c, byte))
-        })
-        .collect()
-}
-
-fn undo_byte_level(alphabet: &HashMap<char, u8>, token: &str) -> Vec<u8> {
-    token
-        .chars()
-        .map(|c| alphabet.get(&c).copied())
-        .collect::<Option<Vec<u8>>>()
-        // A token with a character outside the alphabet is taken as it is written, as the
-        // `tokenizers` decoder does.
-        .unwrap_or_else(|| token.as_bytes().to_vec())
 }

@@ -29,6 +29,10 @@ fn sizes_are_limited() {
         "{{ [1] | batch(10000000000, 'x') | list }}",
         "{{ [1] | slice(10000000000, 'x') | list }}",
         "{{ 10 ** 1000000000 }}",
+        "{{ ([1] * 100000000000)[1:2] }}",
+        "{{ ([1] * 100000000000)[::-1] }}",
+        "{{ dict([[1, 2]] * 100000000000) }}",
+        "{{ {} | tojson(separators=[1] * 100000000000) }}",
         "{% set n = namespace(s='xy') %}{% for i in range(60) %}{% set n.s = n.s.replace('x', n.s) %}{% endfor %}",
         "{% set n = namespace(s='xy') %}{% for i in range(60) %}{% set n.s = n.s.join([n.s, n.s]) %}{% endfor %}",
         "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
@@ -103,6 +107,87 @@ fn doubled_lists_are_printed_up_to_the_limit() {
     let set = "{% set x = [x, x] %}".repeat(60);
     limited(&format!("{{% set x = 'word' %}}{set}{{{{ x }}}}"));
     limited(&format!("{{% set x = 'word' %}}{set}{{{{ x | tojson }}}}"));
+}
+
+/// What a hostile template may do to a list of 2^60 words, or of as many items, in order to have it
+/// written as text.
+#[test]
+fn doubled_values_are_never_written_out() {
+    let nested = format!("{{% set x = 'word' %}}{}", "{% set x = [x, x] %}".repeat(60));
+    let long = format!("{{% set x = ['word'] %}}{}", "{% set x = x + x %}".repeat(60));
+    let repeated = "{% set x = [[[[['word'] * 9999] * 9999] * 9999] * 9999] * 9999 %}".to_owned();
+    let mapped = format!("{{% set x = 'word' %}}{}", "{% set x = {1: x, 2: x} %}".repeat(60));
+    let pairs = format!("{{% set x = [[1, 2]] %}}{}", "{% set x = x + x %}".repeat(60));
+    limited(&format!("{pairs}{{{{ x | urlencode }}}}"));
+    for set in [long, repeated, mapped, pairs] {
+        for write in ["x ~ ''", "x | upper", "x | join", "'{}'.format(x)", "x is lower"] {
+            limited(&format!("{set}{{{{ {write} }}}}"));
+        }
+    }
+    {
+        let set = nested;
+        for write in [
+            "x ~ ''",
+            "'' ~ x",
+            "1 + ('a' ~ 'b' ~ x) | length",
+            "'x' if 'a' ~ x else 'y'",
+            "f(x ~ 'a')",
+            "['a' ~ x][0]",
+            "{'a' ~ x: 1}",
+            "x | string",
+            "x | upper",
+            "x | lower",
+            "x | capitalize",
+            "x | title",
+            "x | trim",
+            "x | safe",
+            "x | e",
+            "x | pprint",
+            "x | replace('a', 'b')",
+            "'a' | replace('a', x)",
+            "'a' | replace(x, 'b')",
+            "'a' | trim(x)",
+            "'%s' | format(x)",
+            "'{}'.format(x)",
+            "x | indent",
+            "x | truncate(5)",
+            "x | center(5)",
+            "x | wordcount",
+            "x | urlencode",
+            "x | tojson",
+            "[x] | join",
+            "[x] | map('upper') | list",
+            "[x] | map('string') | list",
+            "x is lower",
+            "joiner(x)()",
+            "'a'.join([x])",
+            "'a'.replace('a', x)",
+            "raise_exception(x)",
+            "strftime_now(x)",
+        ] {
+            limited(&format!("{set}{{{{ {write} }}}}"));
+        }
+        let callable = format!("{set}{{{{ x is callable }}}}");
+        assert_eq!(template(&callable).render(&user("x")).unwrap(), "False");
+    }
+    for step in ["x + x", "(x + x) + x", "x + []", "[] + x", "x + [1, 2]"] {
+        let set = |of: &str| {
+            format!("{{% set x = {of} %}}{}", format!("{{% set x = {step} %}}").repeat(60))
+        };
+        for of in ["[]", "'' | list", "[1]"] {
+            let source = format!("{}{{{{ x | length > 200 }}}}", set(of));
+            // Either they stay small, or they are stopped.
+            match template(&source).render(&user("x")) {
+                Ok(text) => assert_eq!(text, "False"),
+                Err(error) => assert!(matches!(error, ChatError::Limit { .. }), "{error}"),
+            }
+        }
+    }
+    // Texts that double are stopped before they are made.
+    for step in ["x ~ x", "x + x", "x * 2", "[x, x] | join", "x.replace('w', x)"] {
+        let set = format!("{{% set x = {step} %}}").repeat(60);
+        limited(&format!("{{% set x = 'word' %}}{set}{{{{ x | length }}}}"));
+    }
 }
 
 #[test]

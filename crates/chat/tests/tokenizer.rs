@@ -3,7 +3,7 @@
 mod common;
 
 use common::{TOKENIZER, demo_file};
-use lily_chat::{Detokenizer, Tokenizer, Utf8Stream};
+use lily_chat::{ChatError, Detokenizer, Tokenizer, Utf8Stream};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -98,19 +98,254 @@ fn contradictions_are_errors_that_name_the_token() {
 
 #[test]
 fn broken_files_are_errors() {
-    let mut other_decoder = demo_json();
-    other_decoder["decoder"] = json!({"type": "WordPiece", "prefix": "##", "cleanup": true});
     let mut huge_id = demo_json();
     huge_id["added_tokens"][0]["id"] = json!(4_000_000_000_u64);
-    for text in
-        [String::new(), "{}".into(), "[]".into(), other_decoder.to_string(), huge_id.to_string()]
-    {
+    for text in [String::new(), "{}".into(), "[]".into(), huge_id.to_string()] {
         let error = Tokenizer::from_json(&text, None).unwrap_err().to_string();
         assert!(error.starts_with("tokenizer.json"), "{error}");
     }
-    let error =
-        Tokenizer::from_json(&demo_file("tokenizer.json"), Some("{")).unwrap_err().to_string();
-    assert!(error.starts_with("tokenizer_config.json"), "{error}");
+    let twice = demo_file("tokenizer.json").replacen('{', r#"{"version": "0","#, 1);
+    let error = Tokenizer::from_json(&twice, None).unwrap_err().to_string();
+    assert!(error.contains("`version` occurs twice"), "{error}");
+}
+
+/// What is said of the demo's tokenizer with the value at this place changed.
+fn changed(place: &str, value: Value) -> Result<Tokenizer, String> {
+    let mut file = demo_json();
+    *file.pointer_mut(place).unwrap_or_else(|| panic!("{place}")) = value;
+    Tokenizer::from_json(&file.to_string(), None).map_err(|error| error.to_string())
+}
+
+#[test]
+fn definitions_that_are_no_byte_level_bpe_are_refused_by_name() {
+    let sequence = |key: &str, list: Value| json!({"type": "Sequence", key: list});
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": false});
+    let split = |pattern: Value, behavior: &str| {
+        let split =
+            json!({"type": "Split", "pattern": pattern, "behavior": behavior, "invert": false});
+        sequence("pretokenizers", json!([split, byte_level]))
+    };
+    for (place, value, words) in [
+        ("/model/type", json!("WordPiece"), "its model is \"WordPiece\", and only BPE"),
+        ("/model", json!({"type": "Unigram", "vocab": []}), "its model is \"Unigram\""),
+        ("/model", json!(3), "its model is 3"),
+        ("/model/dropout", json!(0.1), "dropout 0.1, which makes tokens random"),
+        ("/model/continuing_subword_prefix", json!("##"), "continuing_subword_prefix"),
+        ("/model/end_of_word_suffix", json!("</w>"), "end_of_word_suffix"),
+        ("/model/byte_fallback", json!("yes"), "byte_fallback \"yes\", not true or false"),
+        ("/model/vocab", json!([]), "its vocab is []"),
+        ("/model/vocab/!", json!(-1), "the token \"!\" has the id -1"),
+        ("/model/vocab/!", json!(1 << 22), "the token \"!\" has the id 4194304"),
+        ("/model/vocab/!", json!(7), "contradicts another one of the id 7"),
+        ("/model/merges", json!({}), "its merges are {}"),
+        ("/model/merges", json!(["a"]), "the merge \"a\" is no pair"),
+        ("/model/merges", json!([["a"]]), "the merge [\"a\"] is no pair"),
+        ("/model/merges", json!([["a", 1]]), "is no pair"),
+        ("/model/merges", json!([7]), "the merge 7 is no pair"),
+        // Its whole is longer than any token: the library would write behind its buffer.
+        ("/model/merges", json!([["Ġt", "Q!"]]), "needs \"Q!\""),
+        ("/decoder", json!({"type": "WordPiece"}), "its decoder is \"WordPiece\""),
+        ("/decoder", json!(null), "it has no decoder"),
+        ("/decoder", sequence("decoders", json!([byte_level, byte_level])), "several steps"),
+        ("/decoder", sequence("decoders", json!(1)), "no list \"decoders\""),
+        (
+            "/normalizer",
+            json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+            "its normalizer is \"Precompiled\"",
+        ),
+        (
+            "/normalizer",
+            json!({"type": "Replace", "pattern": {"String": ""}, "content": "x"}),
+            "its normalizer is \"Replace\"",
+        ),
+        (
+            "/normalizer",
+            json!({"type": "Prepend", "prepend": "x"}),
+            "its normalizer is \"Prepend\"",
+        ),
+        ("/normalizer", json!([1]), "its normalizer is [1]"),
+        (
+            "/normalizer",
+            sequence("normalizers", json!(vec![json!({"type": "NFC"}); 20])),
+            "more than 16 steps",
+        ),
+        (
+            "/post_processor",
+            json!({"type": "RobertaProcessing"}),
+            "its post_processor is \"RobertaProcessing\"",
+        ),
+        ("/pre_tokenizer", json!(null), "does not end with ByteLevel"),
+        (
+            "/pre_tokenizer",
+            json!({"type": "FixedLength", "length": 0}),
+            "does not end with ByteLevel",
+        ),
+        (
+            "/pre_tokenizer",
+            sequence("pretokenizers", json!([{"type": "FixedLength", "length": 0}, byte_level])),
+            "its pre_tokenizer is \"FixedLength\"",
+        ),
+        (
+            "/pre_tokenizer",
+            sequence("pretokenizers", json!([byte_level, byte_level])),
+            "its pre_tokenizer is \"ByteLevel\"",
+        ),
+        ("/pre_tokenizer", json!({"type": "ByteLevel"}), "add_prefix_space"),
+        (
+            "/pre_tokenizer",
+            json!({"type": "ByteLevel", "add_prefix_space": 0}),
+            "\"add_prefix_space\" of its pre_tokenizer is 0",
+        ),
+        ("/pre_tokenizer", split(json!({"Regex": "a"}), "Removed"), "removes text"),
+        ("/pre_tokenizer", split(json!({"Regex": "a"}), "Other"), "unknown behavior \"Other\""),
+        ("/pre_tokenizer", split(json!({"Regex": "(a"}), "Isolated"), "cannot be used"),
+        ("/pre_tokenizer", split(json!({"Regex": ""}), "Isolated"), "a pattern of 0 bytes"),
+        (
+            "/pre_tokenizer",
+            split(json!({"String": "a".repeat(9000)}), "Isolated"),
+            "a pattern of 9000 bytes",
+        ),
+        ("/pre_tokenizer", split(json!("a"), "Isolated"), "has the pattern \"a\""),
+        ("/added_tokens", json!({}), "added_tokens is {}, not a list"),
+        ("/added_tokens/0", json!(null), "no usable id and content"),
+        ("/added_tokens/0/lstrip", json!(true), "has lstrip"),
+        ("/added_tokens/0/special", json!(1), "has special 1"),
+        ("/added_tokens/0/content", json!("x".repeat(300)), "has 300 bytes"),
+    ] {
+        let error = changed(place, value).unwrap_err();
+        assert!(error.starts_with("tokenizer.json: ") && error.contains(words), "{place}: {error}");
+        assert!(error.len() < 300, "{error}");
+    }
+}
+
+#[test]
+fn every_byte_of_text_needs_a_token() {
+    let mut file = demo_json();
+    file["model"]["merges"] = json!([]);
+    file["model"]["vocab"].as_object_mut().unwrap().remove("Q");
+    let error = Tokenizer::from_json(&file.to_string(), None).unwrap_err().to_string();
+    assert!(error.contains("no token for the byte 0x51 ('Q')"), "{error}");
+}
+
+#[test]
+fn the_forms_that_published_files_have_are_read() {
+    let text = "Hello, wörld! It's 1234 <|im_end|>\n\n  done";
+    let ids = TOKENIZER.encode(text).unwrap();
+    let merges: Vec<Value> = demo_json()["model"]["merges"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|pair| json!(format!("{} {}", pair[0].as_str().unwrap(), pair[1].as_str().unwrap())))
+        .collect();
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false});
+    for (place, value) in [
+        ("/model/merges", Value::from([vec![json!("#version: 0.2")], merges].concat())),
+        ("/model/dropout", json!(0.0)),
+        ("/model/end_of_word_suffix", json!("")),
+        ("/model/unk_token", json!("!")),
+        ("/model/fuse_unk", json!(true)),
+        ("/model/byte_fallback", json!(true)),
+        ("/decoder", json!({"type": "Sequence", "decoders": [byte_level]})),
+        (
+            "/normalizer",
+            json!({"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": []}, {"type": "NFC"}]}),
+        ),
+        (
+            "/post_processor",
+            json!({"type": "Sequence", "processors": [byte_level, {"type": "TemplateProcessing"}]}),
+        ),
+    ] {
+        let tokenizer = changed(place, value).unwrap_or_else(|error| panic!("{place}: {error}"));
+        assert_eq!(tokenizer.encode(text).unwrap(), ids, "{place}");
+    }
+    // GPT-2's own: no split of its own, and then digits and punctuation as DeepSeek has them.
+    let gpt2 = json!({"type": "ByteLevel", "add_prefix_space": false});
+    let steps = json!([{"type": "Digits", "individual_digits": true}, {"type": "Punctuation"},
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithNext", "invert": false}, gpt2]);
+    for value in [gpt2.clone(), json!({"type": "Sequence", "pretokenizers": steps})] {
+        let tokenizer = changed("/pre_tokenizer", value).unwrap();
+        let ids = tokenizer.encode(text).unwrap();
+        assert_eq!(tokenizer.decode(&ids, false), text);
+    }
+}
+
+#[test]
+fn tokenizer_configs_of_wrong_types_are_errors_that_name_the_key() {
+    for (config, words) in [
+        ("{", "not valid JSON"),
+        (r#"{"eos_token": "a", "eos_token": "b"}"#, "`eos_token` occurs twice"),
+        (r#"{"eos_token": 3}"#, "eos_token is 3"),
+        (r#"{"eos_token": {"content": 3}}"#, "eos_token is {\"content\":3}"),
+        (r#"{"added_tokens_decoder": []}"#, "added_tokens_decoder is []"),
+        (r#"{"added_tokens_decoder": {"x": {"content": "y"}}}"#, "no usable id and content"),
+        (r#"{"chat_template": 3}"#, "chat_template is 3"),
+        (r#"{"chat_template": [{"name": "default"}]}"#, "chat_template is [{"),
+    ] {
+        let error = Tokenizer::from_json(&demo_file("tokenizer.json"), Some(config))
+            .unwrap_err()
+            .to_string();
+        assert!(error.starts_with("tokenizer_config.json: ") && error.contains(words), "{error}");
+    }
+}
+
+#[test]
+fn a_hundred_thousand_added_tokens() {
+    let added: serde_json::Map<String, Value> = (0..100_000)
+        .map(|n| {
+            (
+                (5000 + n).to_string(),
+                json!({"content": format!("<|reserved_{n}|>"), "special": true}),
+            )
+        })
+        .collect();
+    let config = json!({ "added_tokens_decoder": added }).to_string();
+    let tokenizer = Tokenizer::from_json(&demo_file("tokenizer.json"), Some(&config)).unwrap();
+    assert_eq!(tokenizer.encode_rendered("<|reserved_99999|>").unwrap(), [104_999]);
+    let more: serde_json::Map<String, Value> = (0..200_000)
+        .map(|n| ((5000 + n).to_string(), json!({"content": format!("<{n}>")})))
+        .collect();
+    let config = json!({ "added_tokens_decoder": more }).to_string();
+    let error = Tokenizer::from_json(&demo_file("tokenizer.json"), Some(&config)).unwrap_err();
+    assert!(error.to_string().contains("more than 131072 added tokens"), "{error}");
+}
+
+#[test]
+fn texts_that_cannot_fit_are_refused_before_they_are_tokenized() {
+    let text = "one two three ";
+    let count = TOKENIZER.encode(text).unwrap().len();
+    assert_eq!(TOKENIZER.encode_within(text, count).unwrap().len(), count);
+    for text in [text.to_owned(), "word ".repeat(100_000), "\u{1D400}".repeat(1 << 20)] {
+        match TOKENIZER.encode_within(&text, count - 1) {
+            Err(ChatError::TooLong { bytes, limit }) => {
+                assert_eq!((bytes, limit), (text.len(), count - 1));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    let prompt = "<|im_start|>user\nx<|im_end|>";
+    let ids = TOKENIZER.encode_rendered(prompt).unwrap();
+    assert_eq!(TOKENIZER.encode_rendered_within(prompt, ids.len()).unwrap(), ids);
+    assert!(TOKENIZER.encode_rendered_within(prompt, ids.len() - 1).is_err());
+}
+
+#[test]
+fn long_texts_are_tokenized_in_pieces_as_they_are_whole() {
+    let line = "A line, with 3 words:\n\n  and more é\nend.\nNext ";
+    let lines = line.repeat(50_000);
+    assert!(lines.len() > 2 << 20);
+    let ids = TOKENIZER.encode(&lines).unwrap();
+    // As by the line: behind "end.\n" a word always ends.
+    let end = line.find("Next").unwrap();
+    let (first, rest) = lines.split_at(end);
+    let mut expected = TOKENIZER.encode(first).unwrap();
+    let middle = TOKENIZER.encode(&rest[..line.len()]).unwrap();
+    for _ in 1..50_000 {
+        expected.extend(&middle);
+    }
+    expected.extend(TOKENIZER.encode("Next ").unwrap());
+    assert!(ids == expected);
+    let error = TOKENIZER.encode(&"a".repeat(9 << 20)).unwrap_err().to_string();
+    assert!(error.contains("no line begins"), "{error}");
 }
 
 #[test]

@@ -53,6 +53,14 @@ impl Checkpoint {
         Self::load(Source::folder(dir)?)
     }
 
+    /// The `config.json` of a folder, of which nothing else is looked at.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), of this file.
+    pub fn read_config(dir: &Path) -> Result<Value, CheckpointError> {
+        read_config(&Source::folder(dir)?)
+    }
+
     /// Opens a checkpoint embedded in the program: the files of a folder by name.
     ///
     /// # Errors
@@ -168,7 +176,7 @@ fn read_config(source: &Source) -> Result<Value, CheckpointError> {
     let bytes = source
         .read(NAME, MAX_CONFIG_BYTES)?
         .ok_or_else(|| source.file_error(NAME, FileProblem::Missing))?;
-    json::parse_object(&bytes)
+    json::parse_json_object(&bytes)
         .map(Value::Object)
         .map_err(|problem| source.file_error(NAME, FileProblem::Json(problem)))
 }

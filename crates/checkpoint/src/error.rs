@@ -193,6 +193,12 @@ pub enum FileProblem {
     /// A file that every checkpoint has is not there.
     #[error("the file is missing")]
     Missing,
+    /// A symbolic link to nothing.
+    #[error("this is a link to {target}, which is not there")]
+    Dangling {
+        /// Where it points.
+        target: String,
+    },
     /// A folder, pipe or device of that name.
     #[error("this is not a regular file")]
     NotAFile,
@@ -222,6 +228,7 @@ impl FileProblem {
         match self {
             FileProblem::Missing => LAYOUT,
             FileProblem::BadName => "give a file name without folders",
+            FileProblem::Dangling { .. } => "mend or delete the link, or download the file again",
             FileProblem::Json(JsonProblem::DuplicateKey(_)) => "keep one of the two",
             _ => AGAIN,
         }

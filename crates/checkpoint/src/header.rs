@@ -61,7 +61,7 @@ pub fn parse_header(bytes: &[u8], file_len: u64, file: &str) -> Result<Header, C
             let file_len = bytes.len() as u64;
             CheckpointError::header(file, HeaderProblem::BeyondFile { header_end, file_len })
         })?;
-    let mut object = json::parse_object(json)
+    let mut object = json::parse_json_object(json)
         .map_err(|problem| CheckpointError::header(file, HeaderProblem::Json(problem)))?;
     let metadata = metadata(object.remove(METADATA))
         .ok_or_else(|| CheckpointError::header(file, HeaderProblem::Metadata))?;

@@ -19,7 +19,7 @@ pub(crate) struct Index {
 
 impl Index {
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, IndexProblem> {
-        let mut object = json::parse_object(bytes).map_err(IndexProblem::Json)?;
+        let mut object = json::parse_json_object(bytes).map_err(IndexProblem::Json)?;
         let total_size = total_size(object.get("metadata"))?;
         let entries = match object.remove("weight_map") {
             Some(Value::Object(entries)) if !entries.is_empty() => entries,

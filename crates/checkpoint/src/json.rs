@@ -10,7 +10,11 @@ use crate::error::JsonProblem;
 
 /// Parses one JSON object, refusing a key that occurs twice in any object inside it:
 /// `serde_json` keeps the last of the two, which could be a wrong number.
-pub(crate) fn parse_object(bytes: &[u8]) -> Result<Map<String, Value>, JsonProblem> {
+///
+/// # Errors
+///
+/// Bytes that are not UTF-8, bad syntax, nesting too deep, another type, a key that is there twice.
+pub fn parse_json_object(bytes: &[u8]) -> Result<Map<String, Value>, JsonProblem> {
     let text = std::str::from_utf8(bytes)
         .map_err(|error| JsonProblem::NotUtf8 { at: error.valid_up_to() })?;
     let duplicate = RefCell::new(None);
@@ -106,7 +110,7 @@ mod tests {
             r#" {"a":[1,-2,3.5,1e400,18446744073709551615],"b":{"c":null,"d":true,"é":"\u00e9"}} "#;
         let text = text.replace("1e400", "1e40");
         let expected: Value = serde_json::from_str(&text).unwrap();
-        assert_eq!(Value::Object(parse_object(text.as_bytes()).unwrap()), expected);
+        assert_eq!(Value::Object(parse_json_object(text.as_bytes()).unwrap()), expected);
     }
 
     #[test]
@@ -117,16 +121,16 @@ mod tests {
             // Equal only after the escape is decoded.
             "{\"k\":1,\"\\u006b\":2}",
         ] {
-            let problem = parse_object(text.as_bytes()).unwrap_err();
+            let problem = parse_json_object(text.as_bytes()).unwrap_err();
             assert_eq!(problem, JsonProblem::DuplicateKey("k".into()), "{text}");
         }
-        assert!(parse_object(br#"{"k":{"k":1}}"#).is_ok(), "other objects may reuse a key");
+        assert!(parse_json_object(br#"{"k":{"k":1}}"#).is_ok(), "other objects may reuse a key");
     }
 
     #[test]
     fn not_an_object() {
         for text in ["1", "[]", "null", "\"x\""] {
-            assert_eq!(parse_object(text.as_bytes()), Err(JsonProblem::NotAnObject));
+            assert_eq!(parse_json_object(text.as_bytes()), Err(JsonProblem::NotAnObject));
         }
     }
 
@@ -134,12 +138,12 @@ mod tests {
     fn bad_syntax_and_deep_nesting_are_errors() {
         let deep = format!("{}{}", "{\"a\":".repeat(100_000), "[".repeat(100_000));
         for text in ["", "{", "{}x", "{\"a\":NaN}", deep.as_str()] {
-            assert!(matches!(parse_object(text.as_bytes()), Err(JsonProblem::Syntax(_))));
+            assert!(matches!(parse_json_object(text.as_bytes()), Err(JsonProblem::Syntax(_))));
         }
-        let Err(JsonProblem::Syntax(message)) = parse_object(deep.as_bytes()) else {
+        let Err(JsonProblem::Syntax(message)) = parse_json_object(deep.as_bytes()) else {
             unreachable!()
         };
         assert!(message.contains("recursion limit"), "{message}");
-        assert_eq!(parse_object(b"{\"\xff\":1}"), Err(JsonProblem::NotUtf8 { at: 2 }));
+        assert_eq!(parse_json_object(b"{\"\xff\":1}"), Err(JsonProblem::NotUtf8 { at: 2 }));
     }
 }

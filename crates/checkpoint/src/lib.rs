@@ -28,9 +28,12 @@ pub use checkpoint::{Checkpoint, MAX_CONFIG_BYTES, MAX_TEXT_BYTES, Tensor};
 pub use dtype::{Dtype, UnknownDtype};
 pub use error::{CheckpointError, FileProblem, FolderProblem, ForeignWeights, JsonProblem};
 pub use header::{Header, HeaderTensor, MAX_HEADER_BYTES, MAX_NAME_BYTES, parse_header};
+pub use json::parse_json_object;
 pub use problem::{HeaderProblem, IndexProblem, ShardsProblem, TensorProblem};
 pub use shard::{Shard, TensorBytes, TensorRef};
-pub use verify::{ChecksumStatus, NonFinite, ShardChecksum, VerifyReport};
+pub use verify::{
+    ChecksumStatus, ListedFile, ListedStatus, NonFinite, ShardChecksum, VerifyReport,
+};
 
 /// Name of the only shard of a checkpoint without numbered ones.
 pub const SINGLE_FILE: &str = "model.safetensors";

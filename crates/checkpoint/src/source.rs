@@ -6,10 +6,13 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use sha2::{Digest, Sha256};
+
 use crate::error::{CheckpointError, FileProblem, FolderProblem};
 use crate::header::{self, Header, LENGTH_BYTES};
 use crate::problem::{HeaderProblem, ShardsProblem};
 use crate::shard::Shard;
+use crate::verify::hex;
 
 /// The files of one checkpoint, by name.
 pub(crate) struct Source {
@@ -109,8 +112,9 @@ impl Source {
                 None => return Ok(None),
             },
             Files::Folder(dir) => {
-                let Some((file, _)) = self.open_file(name, &dir.join(name))? else {
-                    return Ok(None);
+                let path = dir.join(name);
+                let Some((file, _)) = self.open_file(name, &path)? else {
+                    return self.absent(name, &path).map(|()| None);
                 };
                 // One byte more than allowed, so that a file over the cap shows.
                 let mut bytes = Vec::new();
@@ -124,6 +128,37 @@ impl Source {
             true => Err(self.file_error(name, FileProblem::TooLarge { cap })),
             false => Ok(Some(bytes)),
         }
+    }
+
+    /// An error if a file that cannot be found is a link to nothing: taken for absent, it could
+    /// change what the folder means.
+    fn absent(&self, name: &str, path: &Path) -> Result<(), CheckpointError> {
+        match fs::read_link(path) {
+            Ok(target) => {
+                let target = target.display().to_string().escape_debug().to_string();
+                Err(self.file_error(name, FileProblem::Dangling { target }))
+            }
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// SHA-256 of a file of any size, or `None` when there is none of that name.
+    pub(crate) fn sha256(&self, name: &str) -> Result<Option<String>, CheckpointError> {
+        let mut sha256 = Sha256::new();
+        match &self.files {
+            Files::Embedded(files) => match files.get(name) {
+                Some(bytes) => sha256.update(bytes),
+                None => return Ok(None),
+            },
+            Files::Folder(dir) => {
+                let Some((mut file, _)) = self.open_file(name, &dir.join(name))? else {
+                    return Ok(None);
+                };
+                io::copy(&mut file, &mut sha256)
+                    .map_err(|error| CheckpointError::io(self.label(name), "read", error))?;
+            }
+        }
+        Ok(Some(hex(&sha256.finalize())))
     }
 
     /// Opens a shard and reads its header. The file is mapped only after the header was checked

@@ -1,4 +1,4 @@
-//! Reading everything: checksums of the shards, and floats that are not finite.
+//! Reading everything: checksums of the files, and floats that are not finite.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,8 +8,9 @@ use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{Checkpoint, Tensor};
 use crate::dtype::Dtype;
-use crate::error::CheckpointError;
+use crate::error::{CheckpointError, Quoted};
 use crate::shard::Shard;
+use crate::source::is_plain_name;
 
 /// Bytes read at a time: a multiple of every element size.
 const CHUNK: usize = 4 << 20;
@@ -25,6 +26,8 @@ pub struct VerifyReport {
     pub bytes: u64,
     /// One entry a shard, sorted by name.
     pub shards: Vec<ShardChecksum>,
+    /// What the checksum lists name beside the shards, sorted by name.
+    pub listed: Vec<ListedFile>,
     /// Tensors that hold NaN or infinity, sorted by name.
     pub non_finite: Vec<NonFinite>,
 }
@@ -61,6 +64,35 @@ pub enum ChecksumStatus {
     },
 }
 
+/// A file that is no shard, and that a checksum list names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListedFile {
+    /// The name in the list.
+    pub file: String,
+    /// Name of the list.
+    pub list: String,
+    /// What became of it.
+    pub status: ListedStatus,
+}
+
+/// What became of a [`ListedFile`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ListedStatus {
+    /// The list agrees.
+    Match,
+    /// The list disagrees.
+    Mismatch {
+        /// SHA-256 of the file.
+        sha256: String,
+        /// What the list gives.
+        expected: String,
+    },
+    /// There is no such file in the folder.
+    Missing,
+    /// The name leads out of the folder, so it was not looked at.
+    Elsewhere,
+}
+
 /// NaN or infinity in a BF16, F16, F32 or F64 tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NonFinite {
@@ -75,9 +107,14 @@ pub struct NonFinite {
 }
 
 impl VerifyReport {
-    /// Whether every value is finite and no checksum contradicts a list.
+    /// Whether every value is finite and no checksum contradicts a list. A list may name files that
+    /// a checkpoint does not need, so one that is missing is no damage.
     pub fn is_clean(&self) -> bool {
         self.non_finite.is_empty()
+            && !self
+                .listed
+                .iter()
+                .any(|listed| matches!(listed.status, ListedStatus::Mismatch { .. }))
             && !self
                 .shards
                 .iter()
@@ -95,6 +132,23 @@ impl fmt::Display for VerifyReport {
                 ChecksumStatus::Match { list } => writeln!(f, "(as in {list})")?,
                 ChecksumStatus::Mismatch { list, expected } => {
                     writeln!(f, "(DIFFERS: {list} says {expected}; download the file again)")?;
+                }
+            }
+        }
+        for ListedFile { file, list, status } in &self.listed {
+            let file = Quoted(file);
+            match status {
+                ListedStatus::Match => writeln!(f, "{file} (no weights; as in {list})")?,
+                ListedStatus::Mismatch { sha256, expected } => writeln!(
+                    f,
+                    "{sha256}  {file}  (DIFFERS: {list} says {expected}; download the file again)"
+                )?,
+                ListedStatus::Missing => writeln!(
+                    f,
+                    "{file} is in {list} and not in the folder; the checkpoint is complete without it"
+                )?,
+                ListedStatus::Elsewhere => {
+                    writeln!(f, "{file} is in {list}, but not of this folder; it was not read")?;
                 }
             }
         }
@@ -127,6 +181,7 @@ impl Checkpoint {
             tensors: 0,
             bytes: 0,
             shards: Vec::new(),
+            listed: Vec::new(),
             non_finite: Vec::new(),
         };
         let lists = self.checksum_lists()?;
@@ -154,7 +209,26 @@ impl Checkpoint {
             report.shards.push(compare(shard, &hex(&sha256.finalize()), &lists));
         }
         report.non_finite.sort_by(|a, b| a.tensor.cmp(&b.tensor));
+        for (file, (list, expected)) in lists {
+            if self.shards().iter().all(|shard| shard.name() != file) {
+                let status = self.listed_status(&file, expected)?;
+                report.listed.push(ListedFile { file, list, status });
+            }
+        }
         Ok(report)
+    }
+
+    fn listed_status(&self, file: &str, expected: String) -> Result<ListedStatus, CheckpointError> {
+        if !is_plain_name(file) {
+            return Ok(ListedStatus::Elsewhere);
+        }
+        let Some(sha256) = self.files().sha256(file)? else {
+            return Ok(ListedStatus::Missing);
+        };
+        Ok(match sha256 == expected {
+            true => ListedStatus::Match,
+            false => ListedStatus::Mismatch { sha256, expected },
+        })
     }
 
     /// Expected checksums: file name to list name and digest. A shard's own list comes last and
@@ -215,7 +289,7 @@ fn compare(
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -49,6 +49,40 @@ fn missing_shards() {
 
 #[cfg(unix)]
 #[test]
+fn a_dangling_link_is_not_taken_for_absent() {
+    let dir = sharded();
+    for name in ["model.safetensors.index.json", "config.json"] {
+        let path = dir.path().join(name);
+        let _ = fs::remove_file(&path);
+        std::os::unix::fs::symlink("../../blobs/gone", &path).unwrap();
+        match refused(&dir) {
+            File { file, problem: FileProblem::Dangling { target } } => {
+                assert!(file.ends_with(name) && target == "../../blobs/gone", "{file} {target}");
+            }
+            other => panic!("{other}"),
+        }
+        fs::remove_file(&path).unwrap();
+    }
+    fs::write(dir.path().join("config.json"), "{}").unwrap();
+    std::os::unix::fs::symlink("gone", dir.path().join("tokenizer.json")).unwrap();
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let error = checkpoint.text_file("tokenizer.json").unwrap_err().to_string();
+    assert!(error.contains("a link to gone") && error.contains("mend or delete"), "{error}");
+    assert_eq!(checkpoint.text_file("tokenizer_config.json").unwrap(), None);
+}
+
+#[test]
+fn the_config_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("config.json"), r#"{"a": 1, "a": 2}"#).unwrap();
+    let error = Checkpoint::read_config(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("config.json") && error.contains("`a` occurs twice"), "{error}");
+    fs::write(dir.path().join("config.json"), r#"{"a": 1}"#).unwrap();
+    assert_eq!(Checkpoint::read_config(dir.path()).unwrap()["a"], 1);
+}
+
+#[cfg(unix)]
+#[test]
 fn dangling_symlink_is_a_missing_shard() {
     // What the Hugging Face cache looks like when a blob was deleted.
     let dir = sharded();

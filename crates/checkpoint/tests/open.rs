@@ -8,8 +8,8 @@ use std::fs;
 use common::*;
 use lily_checkpoint::write::{HeaderStyle, SafetensorsWriter, TensorSpec, WriteError};
 use lily_checkpoint::{
-    Checkpoint, CheckpointError, ChecksumStatus, Dtype, NonFinite, TensorBytes, VerifyReport,
-    parse_header,
+    Checkpoint, CheckpointError, ChecksumStatus, Dtype, ListedStatus, NonFinite, TensorBytes,
+    VerifyReport, parse_header,
 };
 
 fn names(checkpoint: &Checkpoint) -> Vec<&str> {
@@ -246,6 +246,40 @@ fn checksum_lists_are_compared() {
     assert_eq!(statuses(), [matches("SHA256SUMS"), matches(&own)]);
     write(&own, digests[1].clone());
     assert_eq!(statuses(), [matches("SHA256SUMS"), matches(&own)]);
+
+    // What is listed beside the shards.
+    let (good, bad) = (digests[0].clone(), "1".repeat(64));
+    write("copy.bin", String::new());
+    fs::copy(dir.path().join(SHARD_1), dir.path().join("copy.bin")).unwrap();
+    let list = |config: &str| {
+        format!("{config}  config.json\n{good}  copy.bin\n{bad}  README.md\n{bad}  a/b\n")
+    };
+    write("SHA256SUMS", list(&bad));
+    let report = checkpoint.verify(|_| ()).unwrap();
+    let listed: Vec<(&str, &ListedStatus)> =
+        report.listed.iter().map(|listed| (listed.file.as_str(), &listed.status)).collect();
+    let [
+        (_, ListedStatus::Missing),
+        (_, ListedStatus::Elsewhere),
+        (_, mismatch),
+        (_, ListedStatus::Match),
+    ] = listed.as_slice()
+    else {
+        panic!("{listed:?}")
+    };
+    let ListedStatus::Mismatch { sha256, expected } = mismatch else { panic!("{listed:?}") };
+    assert_eq!(expected, &bad);
+    assert!(!report.is_clean());
+    let text = report.to_string();
+    for words in [
+        "`README.md` is in SHA256SUMS and not in the folder",
+        "`config.json`  (DIFFERS",
+        "`copy.bin` (no weights",
+    ] {
+        assert!(text.contains(words), "{text}");
+    }
+    write("SHA256SUMS", list(sha256));
+    assert!(checkpoint.verify(|_| ()).unwrap().is_clean());
 
     write("SHA256SUMS", "nonsense\n".into());
     let error = checkpoint.verify(|_| ()).unwrap_err();

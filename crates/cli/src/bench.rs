@@ -6,7 +6,8 @@ use std::time::Instant;
 use clap::{Args, Subcommand};
 use lily_bench::synth::{Shape, Synth};
 
-use crate::output::{Progress, Stdout, bytes, grouped};
+use crate::interrupt::on_interrupt;
+use crate::output::{Progress, Stdout, bytes, grouped, note};
 
 #[derive(Subcommand)]
 pub enum BenchCommand {
@@ -63,6 +64,11 @@ fn synth(args: &SynthArgs) -> anyhow::Result<()> {
         out.line(&format!("{}: config.json, generation_config.json", args.out.display()))?;
         return Ok(out.flush()?);
     }
+    let folder = args.out.display().to_string();
+    on_interrupt(move || {
+        note(&format!("\ninterrupted: what is in {folder} is incomplete\n hint: delete it and run the command again"));
+        std::process::exit(130);
+    })?;
     let mut progress = Progress::new("writing:", false);
     let start = Instant::now();
     let written = synth.write(&args.out, |done, total| progress.bytes(done, total))?;

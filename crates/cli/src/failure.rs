@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::process::ExitCode;
 
+use lily_engine::EngineError;
+
 use crate::output::note;
 
 /// What happened and what to do about it.
@@ -65,7 +67,7 @@ pub fn exit(result: anyhow::Result<()>) -> ExitCode {
 pub fn message(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
-        let cause = cause.to_string();
+        let cause = cause.downcast_ref().and_then(engine).unwrap_or_else(|| cause.to_string());
         if text.is_empty() {
             text = cause;
         } else if !text.contains(&cause) {
@@ -73,4 +75,42 @@ pub fn message(error: &anyhow::Error) -> String {
         }
     }
     text
+}
+
+/// Errors of the engine whose own words speak of sessions, which are no business of the program's users.
+fn engine(error: &EngineError) -> Option<String> {
+    let what = match error {
+        EngineError::StepFailed { position, reason, .. } => {
+            format!("the computation failed after {position} tokens: {reason}")
+        }
+        EngineError::Poisoned { reason, .. } => {
+            format!("what was computed is lost since the computation failed: {reason}")
+        }
+        _ => return None,
+    };
+    let hint = "ask again, which computes it anew; if it fails again, lily inspect MODEL --verify looks for damaged \
+                weights";
+    Some(Failure::new(what, hint).to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    use super::*;
+
+    #[test]
+    fn a_failed_step_is_told_in_the_words_of_a_user() {
+        let failed =
+            EngineError::StepFailed { slot: 3, position: 17, reason: "NaN in layer 2".into() };
+        let poisoned = EngineError::Poisoned { slot: 3, reason: "NaN in layer 2".into() };
+        for error in [failed, poisoned] {
+            let text = message(&Err::<(), _>(error).context("answering").unwrap_err());
+            assert!(text.starts_with("answering: ") && text.contains("NaN in layer 2"), "{text}");
+            assert!(text.contains("hint: ask again"), "{text}");
+            assert!(!text.contains("slot") && !text.contains("session"), "{text}");
+        }
+        let text = message(&EngineError::EmptyPrompt.into());
+        assert_eq!(text, EngineError::EmptyPrompt.to_string());
+    }
 }

@@ -160,14 +160,7 @@ fn has_config_alone(dir: &Path) -> bool {
 }
 
 fn of_config(args: &InspectArgs, dir: &Path) -> anyhow::Result<Inspection> {
-    let path = dir.join("config.json");
-    let text = crate::token_ids::read_text(&path)?;
-    let value = serde_json::from_str(&text).map_err(|error| {
-        Failure::new(
-            format!("{}: not JSON: {error}", path.display()),
-            "take the config.json that belongs to the checkpoint",
-        )
-    })?;
+    let value = Checkpoint::read_config(dir)?;
     let source = dir.display().to_string();
     let (config, plan) = plan_of_config(&source, &value, args.compute.precision())?;
     let classes = classes(&plan, |_| None);
@@ -258,7 +251,7 @@ fn inspection(
     let device = args.compute.device();
     let context = args.context.unwrap_or(CONTEXT.min(config.max_position_embeddings));
     let chunk = args.compute.chunk;
-    let limits = EngineOptions { context, slots: 1, chunk }.limits();
+    let options = EngineOptions::new(context, 1, chunk);
     Inspection {
         source,
         files,
@@ -268,7 +261,7 @@ fn inspection(
         chunk,
         precise: args.compute.precise,
         device: device.name(),
-        budget: budget(&device, plan, &limits),
+        budget: budget(&device, plan, &options),
         kv_token: (plan.state.page_bytes() / lily_ops::plan::PAGE_TOKENS) as u64,
         machine: Machine::detect(),
     }

@@ -10,6 +10,7 @@ mod failure;
 mod inspect;
 mod interrupt;
 mod licenses;
+mod logprobs;
 mod model;
 mod models;
 mod options;

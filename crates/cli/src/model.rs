@@ -6,7 +6,9 @@ use std::sync::Arc;
 use anyhow::Context;
 use lily_chat::{ChatTemplate, GenerationDefaults, Tokenizer, find_template, generation_defaults};
 use lily_checkpoint::Checkpoint;
-use lily_engine::{Engine, EngineOptions};
+use lily_engine::{
+    Engine, EngineOptions, MAX_CHECKPOINT_BYTES, MAX_CHECKPOINTS, SampleParams, snapshot_bytes,
+};
 use lily_model::{Model, load};
 use lily_ops::sample::TokenMask;
 
@@ -99,9 +101,31 @@ impl Opened {
         }
     }
 
+    /// Refuses sampling parameters that this model cannot follow.
+    pub fn check_sampling(&self, params: &SampleParams) -> Result<(), Failure> {
+        params.check(self.vocab()).map_err(|what| {
+            Failure::new(what, "token ids are those of this model's tokenizer.json")
+        })
+    }
+
     /// The model on the device, for one session of `context` tokens.
     pub fn engine(&self, compute: &ComputeArgs, context: usize) -> anyhow::Result<Engine> {
-        let options = EngineOptions { context, slots: 1, chunk: compute.chunk };
+        self.prepare(compute, EngineOptions::new(context, 1, compute.chunk))
+    }
+
+    /// As [`engine`](Self::engine), for a session that keeps checkpoints.
+    pub fn engine_with_checkpoints(
+        &self,
+        compute: &ComputeArgs,
+        context: usize,
+    ) -> anyhow::Result<Engine> {
+        let all = snapshot_bytes(&self.model.plan, context).saturating_mul(MAX_CHECKPOINTS as u64);
+        let snapshot_bytes = all.min(MAX_CHECKPOINT_BYTES as u64);
+        let options = EngineOptions::new(context, 1, compute.chunk);
+        self.prepare(compute, EngineOptions { snapshot_bytes, ..options })
+    }
+
+    fn prepare(&self, compute: &ComputeArgs, options: EngineOptions) -> anyhow::Result<Engine> {
         let device = compute.device();
         let (plan, weights) = (Arc::clone(&self.model.plan), self.model.weights.clone());
         Ok(Engine::new(&device, plan, weights, options)?)

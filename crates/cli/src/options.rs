@@ -27,8 +27,8 @@ pub struct ComputeArgs {
     #[arg(long, value_name = "N", value_parser = count, help_heading = "Computing")]
     pub threads: Option<usize>,
 
-    /// Instruction set: avx512vnni, avx2, neon or portable. Default: the fastest that this machine has.
-    /// Results do not depend on it.
+    /// Instruction set: avx512vnni, avx2, neon-dotprod, neon or portable. Default: the fastest that this
+    /// machine has. Results do not depend on it.
     #[arg(long, value_name = "NAME", value_parser = isa, help_heading = "Computing")]
     pub isa: Option<Isa>,
 

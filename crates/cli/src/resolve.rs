@@ -24,7 +24,8 @@ pub fn resolve(name: Option<&Path>) -> anyhow::Result<Source> {
     if name.is_dir() {
         return Ok(Source::Folder(name.to_owned()));
     }
-    if name == Path::new(DEMO) {
+    // `demo/` is a folder, which is not there.
+    if name.as_os_str() == DEMO {
         return Ok(Source::Demo);
     }
     // What exists, and what is no id, is for the checkpoint to judge.

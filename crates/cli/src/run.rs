@@ -7,13 +7,15 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use lily_chat::RenderInput;
 use lily_engine::{
-    Cancel, Engine, EngineError, FinishReason, GenerateParams, Generated, Session, Timings,
+    Cancel, Engine, EngineError, FinishReason, GenerateParams, Generated, MAX_LOGPROBS, Session,
+    Timings,
 };
 use serde::Serialize;
 use serde_json::json;
 
 use crate::failure::{Failure, Interrupted};
 use crate::interrupt::cancel_on_interrupt;
+use crate::logprobs::{Position, lines, positions};
 use crate::model::Opened;
 use crate::options::{ComputeArgs, ModelArgs, count};
 use crate::output::{Progress, Stdout, note, note_dimmed};
@@ -72,13 +74,20 @@ pub struct RunArgs {
     #[command(flatten)]
     pub compute: ComputeArgs,
 
+    /// Tell how probable the model held each token of the answer and the N most probable ones in its place,
+    /// 0 to 20: natural logarithms, of the model's own distribution before bias, penalties, temperature and
+    /// cuts. They follow the answer on stdout, one line a token, or are in the output of --json.
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u8).range(0..=i64::from(MAX_LOGPROBS)))]
+    pub logprobs: Option<u8>,
+
     /// Nothing on stderr but errors.
     #[arg(short, long)]
     pub quiet: bool,
 
     /// Print one JSON object instead of text: token_ids (generated, the stop token included), text,
     /// reasoning, finish_reason (stop, length, context_full or cancelled), timings (tokens and seconds of
-    /// prefill and decode), model, prompt_tokens, seed.
+    /// prefill and decode), model, prompt_tokens, seed, logprobs (with --logprobs: for each token id, token,
+    /// logprob and top, a list of the same three).
     #[arg(long)]
     pub json: bool,
 }
@@ -93,6 +102,7 @@ struct Output<'a> {
     model: &'a str,
     prompt_tokens: usize,
     seed: u64,
+    logprobs: Option<Vec<Position>>,
 }
 
 /// Runs the command.
@@ -101,6 +111,8 @@ pub fn run(args: &RunArgs) -> anyhow::Result<()> {
     let opened = Opened::new(&args.model, &args.compute)?;
     let defaults = opened.defaults()?;
     let mut sample = args.sampling.params(&defaults);
+    sample.logprobs = args.logprobs;
+    opened.check_sampling(&sample)?;
     let (prompt, show) = match &text {
         Some(text) => {
             let tokenizer = opened.need_tokenizer()?;
@@ -191,6 +203,13 @@ fn answer(
     })?;
     failed?;
     show.end(&mut out)?;
+    let logprobs = match args.logprobs {
+        Some(_) => {
+            let tokenizer = opened.tokenizer()?;
+            Some(positions(&generated.ids, &generated.logprobs, tokenizer.as_deref()))
+        }
+        None => None,
+    };
     if args.json {
         let Timings { prefill_tokens, prefill_seconds, decode_tokens, decode_seconds } =
             generated.timings;
@@ -208,7 +227,14 @@ fn answer(
             model: opened.checkpoint.source(),
             prompt_tokens: prompt.len(),
             seed: params.sample.seed,
+            logprobs,
         })?;
+    } else if let Some(logprobs) = logprobs {
+        out.line("")?;
+        for line in lines(&logprobs) {
+            out.line(&line)?;
+        }
+        out.flush()?;
     }
     if !args.quiet {
         figures(&generated, &show, io::stderr().is_terminal());

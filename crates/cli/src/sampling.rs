@@ -2,10 +2,11 @@
 
 use std::hash::{BuildHasher, Hasher};
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use lily_chat::GenerationDefaults;
-use lily_engine::SampleParams;
+use lily_engine::{LogitBias, SampleParams};
 
 /// The options of a command that answers.
 #[derive(Args, Clone, Debug)]
@@ -46,6 +47,10 @@ pub struct SamplingArgs {
     /// Subtract from the logits of tokens for each time they are in the answer, -100 to 100; 0 is off.
     #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = penalty, help_heading = "Sampling")]
     pub frequency_penalty: Option<f32>,
+
+    /// Add to the logits of some tokens before anything else, each by -100 to 100: `--logit-bias 1234:5,77:-100`.
+    #[arg(long, value_name = "ID:BIAS[,…]", allow_hyphen_values = true, value_parser = bias, help_heading = "Sampling")]
+    pub logit_bias: Option<Arc<LogitBias>>,
 }
 
 /// Qwen's recommendations for Qwen3.6-35B-A3B.
@@ -100,6 +105,7 @@ impl SamplingArgs {
             presence_penalty: self.presence_penalty.unwrap_or(base.presence_penalty),
             frequency_penalty: self.frequency_penalty.unwrap_or(base.frequency_penalty),
             seed: self.seed.unwrap_or_else(random_seed),
+            logit_bias: self.logit_bias.clone(),
             ..base
         }
     }
@@ -132,6 +138,17 @@ fn repetition(text: &str) -> Result<f32, String> {
 
 fn penalty(text: &str) -> Result<f32, String> {
     number(text, -100.0..=100.0)
+}
+
+fn bias(text: &str) -> Result<Arc<LogitBias>, String> {
+    let entry = |part: &str| {
+        let (id, bias) = part.split_once(':')?;
+        Some((id.trim().parse().ok()?, bias.trim().parse().ok()?))
+    };
+    let entries: Option<Vec<(u32, f32)>> = text.split(',').map(entry).collect();
+    let entries =
+        entries.ok_or("pairs of a token id and a number are needed, as in 1234:5,77:-100")?;
+    LogitBias::new(entries).map(Arc::new)
 }
 
 #[cfg(test)]
@@ -177,6 +194,9 @@ mod tests {
         }
         let p = params(&["--preset", "coding", "--top-p", "1", "--seed", "3"], &defaults);
         assert_eq!((p.temperature, p.top_p, p.seed), (0.6, 1.0, 3));
+        assert_eq!(p.logit_bias, None);
+        let p = params(&["--logit-bias", "77:-100, 5:0.5"], &defaults);
+        assert_eq!(p.logit_bias.unwrap().entries(), [(5, 0.5), (77, -100.0)]);
         let greedy = GenerationDefaults { do_sample: false, ..defaults };
         assert_eq!(params(&[], &greedy).temperature, 0.0);
         assert_eq!(params(&["--preset", "coding"], &greedy).temperature, 0.6);

@@ -39,12 +39,22 @@ fn flag_values() {
         ["--chunk", "0"],
         ["--threads", "0"],
         ["--seed", "x"],
+        ["--logit-bias", "5"],
+        ["--logit-bias", "5:101"],
+        ["--logit-bias", "5:1,x:2"],
+        ["--logit-bias", "5:1,5:2"],
+        ["--logit-bias", "-5:1"],
+        ["--logprobs", "21"],
+        ["--logprobs", "-1"],
         ["--isa", "sse"],
     ] {
         fails(&["run", "hi", args[0], args[1]], 2, &["invalid value", args[0]]);
     }
     fails(&["run", "hi", "--temperature", "-1"], 2, &["a number from 0 to 100 is needed"]);
     fails(&["run", "hi", "--isa", "sse"], 2, &["this machine has: ", "portable"]);
+    fails(&["run", "hi", "--logit-bias", "4:1,"], 2, &["1234:5,77:-100"]);
+    fails(&["run", "hi", "--logit-bias", "9999999:1"], 1, &["token 9999999", "hint: "]);
+    fails(&["chat", "--logit-bias", "9999999:1"], 1, &["token 9999999", "hint: "]);
     fails(&["run", "hi", "--token-ids", "x"], 2, &["cannot be used with"]);
 }
 

@@ -138,6 +138,37 @@ fn seeds_repeat_and_are_told() {
 }
 
 #[test]
+fn biases_change_the_answer_and_logprobs_do_not() {
+    let args = ["run", CAPITAL, "--temperature", "0", "--no-think", "--json"];
+    let plain = json(&args);
+    assert_eq!(plain["logprobs"], Value::Null);
+    let told = json(&[&args[..], &["--logprobs", "3"]].concat());
+    assert_eq!(told["token_ids"], plain["token_ids"]);
+    let positions = told["logprobs"].as_array().unwrap();
+    assert_eq!(positions.len(), ids(&told["token_ids"]).len());
+    for (position, id) in positions.iter().zip(ids(&told["token_ids"])) {
+        // Greedy: the chosen token is the most probable one.
+        assert_eq!(position["id"], id);
+        let top = position["top"].as_array().unwrap();
+        assert_eq!(
+            (top.len(), &top[0]["id"], &top[0]["logprob"]),
+            (3, &position["id"], &position["logprob"])
+        );
+        assert!(top[0]["token"].is_string());
+        let logprobs: Vec<f64> = top.iter().map(|t| t["logprob"].as_f64().unwrap()).collect();
+        assert!(logprobs.is_sorted_by(|a, b| a >= b) && logprobs[0] <= 0.0, "{logprobs:?}");
+    }
+    // Against a bias the model's own distribution is told all the same.
+    let first = positions[0]["id"].to_string();
+    let biased = ["--logprobs", "1", "--logit-bias", &format!("{first}:-100")];
+    let biased = json(&[&args[..], &biased].concat());
+    assert_ne!(biased["token_ids"][0], plain["token_ids"][0]);
+    let position = &biased["logprobs"][0];
+    assert_eq!(position["top"][0], positions[0]["top"][0]);
+    assert!(position["logprob"].as_f64() < position["top"][0]["logprob"].as_f64());
+}
+
+#[test]
 fn a_reader_that_leaves_is_no_error() {
     let mut child = command(&["run", "Tell me a story.", "--seed", "1"]).spawn().unwrap();
     let mut stdout = child.stdout.take().unwrap();

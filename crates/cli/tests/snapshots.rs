@@ -78,6 +78,7 @@ fn shapes_of_json() {
     let text = file(&dir, "text.txt", "The capital of France is Paris.");
     let cases: &[&[&str]] = &[
         &["run", "hi", "--json", "--max-tokens", "3"],
+        &["run", "hi", "--json", "--max-tokens", "3", "--logprobs", "2"],
         &["score", "--text", &text, "--json"],
         &["inspect", "--json", "--tensors"],
         &["models", "--json"],
@@ -106,6 +107,15 @@ fn shapes_of_json() {
         all.push_str(&format!("$ lily {} --json\n{:#}\n\n", args[0], shape(&value)));
     }
     settings().bind(|| insta::assert_snapshot!("json", all));
+}
+
+/// Probabilities as people see them: the same bits on every machine.
+#[test]
+fn logprobs_for_people() {
+    let args = ["run", "What is the capital of France?", "--no-think", "--temperature", "0"];
+    let run = lily(&[&args[..], &["--quiet", "--logprobs", "2"]].concat());
+    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""));
+    settings().bind(|| insta::assert_snapshot!("logprobs", run.stdout));
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use lily_checkpoint::{Checkpoint, parse_header};
+use lily_ops::{CaseOutputs, HostTensor};
 use serde_json::Value;
 
 /// A reference checkpoint with its goldens.
@@ -67,6 +68,22 @@ fn read_arrays(path: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
         data.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect()
     };
     header.tensors.into_iter().map(|t| (t.name, (t.shape, array(t.offset, t.len)))).collect()
+}
+
+/// Bits of everything a case leaves behind.
+pub fn case_bits(outputs: &CaseOutputs) -> Vec<u32> {
+    let mut all = Vec::new();
+    for (_, tensor) in &outputs.values {
+        match tensor {
+            HostTensor::F32(x) => all.extend(x.iter().map(|x| x.to_bits())),
+            HostTensor::U32(x) => all.extend(x),
+        }
+    }
+    for s in &outputs.slots {
+        let parts = [&s.recurrent, &s.conv, &s.k, &s.v];
+        all.extend(parts.into_iter().flatten().map(|x| x.to_bits()));
+    }
+    all
 }
 
 /// Largest absolute difference; infinite if the lengths differ or a value is NaN.

@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 
+use lily_conformance::case_bits;
 use lily_cpu::{CpuDevice, CpuOptions, Isa};
 use lily_device::Device;
-use lily_ops::{CaseOutputs, Op};
+use lily_ops::Op;
 
 fn devices() -> Vec<CpuDevice> {
     let with = |isa, threads| CpuDevice::new(CpuOptions { threads: Some(threads), isa: Some(isa) });
@@ -12,22 +13,6 @@ fn devices() -> Vec<CpuDevice> {
     list.push(with(Isa::detect(), 1));
     list.push(with(Isa::detect(), 3));
     list
-}
-
-/// Bits of everything a case leaves behind.
-fn bits(outputs: &CaseOutputs) -> Vec<u32> {
-    let mut all = Vec::new();
-    for (_, tensor) in &outputs.values {
-        match tensor {
-            lily_ops::HostTensor::F32(x) => all.extend(x.iter().map(|x| x.to_bits())),
-            lily_ops::HostTensor::U32(x) => all.extend(x),
-        }
-    }
-    for s in &outputs.slots {
-        let parts = [&s.recurrent, &s.conv, &s.k, &s.v];
-        all.extend(parts.into_iter().flatten().map(|x| x.to_bits()));
-    }
-    all
 }
 
 #[test]
@@ -49,7 +34,7 @@ fn every_case_on_the_cpu() {
             if let Err(e) = case.compare(&got, &want) {
                 failures.push(format!("{}: {e}", device.name()));
             }
-            let bits = bits(&got);
+            let bits = case_bits(&got);
             if first.get_or_insert_with(|| bits.clone()) != &bits {
                 failures.push(format!("{}: {}: other bits", device.name(), case.name));
             }

@@ -190,9 +190,9 @@ impl Program for FaultyProgram {
         Ok(())
     }
 
-    fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
+    fn begin_answer(&mut self, slot: SlotId, answered: &[u32]) -> Result<(), StepError> {
         self.usable(slot)?;
-        self.inner.begin_answer(slot)
+        self.inner.begin_answer(slot, answered)
     }
 
     fn position(&self, slot: SlotId) -> Result<usize, StepError> {
@@ -320,7 +320,7 @@ mod tests {
         fn reset(&mut self, _: SlotId) -> Result<(), StepError> {
             Ok(())
         }
-        fn begin_answer(&mut self, _: SlotId) -> Result<(), StepError> {
+        fn begin_answer(&mut self, _: SlotId, _: &[u32]) -> Result<(), StepError> {
             Ok(())
         }
         fn position(&self, _: SlotId) -> Result<usize, StepError> {

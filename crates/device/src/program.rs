@@ -164,8 +164,9 @@ pub trait Program: Send {
     /// Forgets everything of a slot and frees its pages. A poisoned slot is usable again.
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError>;
 
-    /// Starts a new answer in a slot: the sampler's counter and token counts begin anew.
-    fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError>;
+    /// Starts an answer in a slot, or takes one up that has these tokens already: the sampler's counter and
+    /// token counts are as if they had been sampled. Nothing else changes.
+    fn begin_answer(&mut self, slot: SlotId, answered: &[u32]) -> Result<(), StepError>;
 
     /// Tokens a slot has seen.
     fn position(&self, slot: SlotId) -> Result<usize, StepError>;

@@ -248,7 +248,8 @@ impl Engine {
         }
     }
 
-    pub(crate) fn is_poisoned(&self, session: &Session) -> bool {
+    /// Whether a step failed in the session, so that it holds no usable state until it is staged again.
+    pub fn is_poisoned(&self, session: &Session) -> bool {
         self.poisoned.contains_key(&session.slot())
     }
 

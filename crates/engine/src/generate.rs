@@ -171,6 +171,21 @@ impl Generation {
 }
 
 impl Engine {
+    /// Tells the sampler of a session that the prompt that was [staged](Self::stage) is to be answered. Where
+    /// the prompt ends with the beginning of the answer, `answered` is that beginning: the answer goes on as if
+    /// its tokens had been sampled, with the same draws and penalties. For those who do without a
+    /// [`Generation`]; [`start`](Self::start) does it.
+    pub fn begin(&mut self, session: &mut Session, answered: &[u32]) -> Result<(), EngineError> {
+        self.usable(session)?;
+        if session.pending.is_empty() {
+            return Err(EngineError::NothingToGenerate);
+        }
+        let begun = self.program.begin_answer(session.slot(), answered);
+        self.note(session, begun)?;
+        session.epoch = next_epoch();
+        Ok(())
+    }
+
     /// Begins an answer to the prompt that was [synced](Self::sync) or [staged](Self::stage).
     pub fn start(
         &mut self,
@@ -179,12 +194,7 @@ impl Engine {
     ) -> Result<Generation, EngineError> {
         self.usable(session)?;
         params.sample.check(self.plan().vocab).map_err(EngineError::Parameters)?;
-        if session.pending.is_empty() {
-            return Err(EngineError::NothingToGenerate);
-        }
-        let begun = self.program.begin_answer(session.slot());
-        self.note(session, begun)?;
-        session.epoch = next_epoch();
+        self.begin(session, &[])?;
         Ok(Generation {
             finish: (params.max_tokens == 0).then_some(FinishReason::Length),
             params,

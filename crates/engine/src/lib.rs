@@ -36,7 +36,7 @@ pub use error::EngineError;
 pub use flight::Flight;
 pub use generate::{FinishReason, GenerateParams, Generated, Generation};
 pub use lily_device::{Output, Score, SegmentOut};
-pub use lily_ops::sample::{LogitBias, Logprobs, SampleParams, Sampled};
+pub use lily_ops::sample::{LogitBias, Logprobs, MAX_LOGPROBS, SampleParams, Sampled};
 pub use memory::Machine;
 pub use prompt::Reuse;
 pub use session::{Session, Timings, Work};

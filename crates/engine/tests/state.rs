@@ -140,6 +140,32 @@ fn a_preempted_answer_goes_on_elsewhere() {
     }
 }
 
+/// Preempted without a snapshot: prompt and answer are computed again, and the answer goes on.
+#[test]
+fn an_answer_is_taken_up_from_its_tokens() {
+    let mut engine = FakeDevice::default().engine(OPTIONS);
+    let whole = oracle::answer(&prompt(40), 0, 9);
+    for before in 0..8 {
+        let mut session = engine.open_session().unwrap();
+        let tokens = [&prompt(40)[..], &whole[..before]].concat();
+        engine.stage(&mut session, &tokens).unwrap();
+        engine.begin(&mut session, &whole[..before]).unwrap();
+        let output = Output::Sample(SampleParams::GREEDY);
+        let mut ids = Vec::new();
+        while ids.len() < 9 - before {
+            let work = match session.pending().is_empty() {
+                false => session.prefill_segment(16, &output).unwrap(),
+                true => session.decode_segment(output.clone()).unwrap(),
+            };
+            if let [SegmentOut::Sampled(sampled)] = &engine.step(vec![work]).unwrap()[..] {
+                ids.push(sampled.id);
+            }
+        }
+        assert_eq!(ids, whole[before..], "after {before}");
+        engine.close(session).unwrap();
+    }
+}
+
 #[test]
 fn a_restored_session_is_what_it_was() {
     let mut engine = FakeDevice::default().engine(OPTIONS);

@@ -3,7 +3,7 @@
 // Blocks of 32 rows, then at most one or two of 16 (`blocks`, from the host's policy), times N columns. Weights are read once
 // a block of rows, from L2 but for the first; x and out once a block of columns.
 
-template <class W, uint N>
+template <uint F, uint N>
 FN void gemm_rows(const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE float *residual, DEVICE uint *out, CONSTANT GemmArgs &p,
                   TG uint *mem, uint column_block, uint row_block, uint tid, uint lane, uint simd)
 {
@@ -13,30 +13,30 @@ FN void gemm_rows(const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE fl
   const DenseRows a = {x, first, rows, p.w.cols};
   const StoreRows e = {out, residual, first, rows, col, p.w.rows, p.store};
   const WeightRows w = weight_rows(slab, p.w, 0, col);
-  if (tail) gemm_tile<16, N, W>(a, w, e, p.w.cols, mem, tid, lane, simd);
-  else gemm_tile<32, N, W>(a, w, e, p.w.cols, mem, tid, lane, simd);
+  if (tail) gemm_tile<16, N, F>(a, w, e, p.w.cols, mem, tid, lane, simd);
+  else gemm_tile<32, N, F>(a, w, e, p.w.cols, mem, tid, lane, simd);
 }
 
-#define GEMM(name, W, N) \
+#define GEMM(name, F, N) \
   KERNEL(name, 128, IN(0, uint, slab), IN(1, bf16, x), IN(2, float, residual), OUT(3, uint, out), ARGS(4, GemmArgs, p)) \
   { \
     SHARED(uint, mem, TILE_WORDS(32, N)); \
-    gemm_rows<W, N>(slab, x, residual, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
+    gemm_rows<F, N>(slab, x, residual, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
   }
-GEMM(gemm_q4_n64, Q4Row, 64)
-GEMM(gemm_q4_n32, Q4Row, 32)
-GEMM(gemm_q8_n64, Q8Row, 64)
-GEMM(gemm_q8_n32, Q8Row, 32)
-GEMM(gemm_bf16_n64, Bf16Row, 64)
-GEMM(gemm_bf16_n32, Bf16Row, 32)
-GEMM(gemm_any_n32, AnyRow, 32)
+GEMM(gemm_q4_n64, Q4, 64)
+GEMM(gemm_q4_n32, Q4, 32)
+GEMM(gemm_q8_n64, Q8, 64)
+GEMM(gemm_q8_n32, Q8, 32)
+GEMM(gemm_bf16_n64, BF16, 64)
+GEMM(gemm_bf16_n32, BF16, 32)
+GEMM(gemm_any_n32, ANY_FORMAT, 32)
 
 // Expands rows of a weight to bf16, eight elements a thread: the way without dequantization in the product.
 KERNEL(dequantize, 256, IN(0, uint, slab), OUT(1, uint, out), ARGS(2, DequantizeArgs, p))
 {
   const uint chunks = p.w.cols / 8, i = k_group.x * 256 + k_thread.x, row = k_group.y, matrix = k_group.z;
   if (i >= chunks) return;
-  AnyRow c;
+  Cursor<ANY_FORMAT> c;
   open_row(c, weight_rows(slab, p.w, matrix, 0), row);
   const Eight v = unpack(c, fetch(c, i * 8));
   store4(out + ((ulong(matrix) * p.w.rows + row) * chunks + i) * 4, v.w[0], v.w[1], v.w[2], v.w[3]);

@@ -78,31 +78,49 @@ template <uint F> FN void load_packet(const THREAD Rows &w, uint row, uint packe
   }
 }
 
+// Adds the products of 8 elements of R rows of weights with M rows of x to dot[r * M + m], and x to sum[m].
+template <uint F, uint R, uint M> FN void dot8(const THREAD uint *q, uint j, const TG uint *x, uint stride, uint rows, THREAD float *dot, THREAD float *sum)
+{
+  const uint W = R * 8;
+  float w[W];
+#pragma unroll
+  for (uint r = 0; r < R; r++) decode8<F>(q + r * 8, j, w + r * 8);
+#pragma unroll
+  for (uint m = 0; m < M; m++) {
+    if (M > 1 && m >= rows) continue;
+    const uint4 u = load4(x + m * stride);
+    const float v[8] = {bf16_low(u.x), bf16_high(u.x), bf16_low(u.y), bf16_high(u.y), bf16_low(u.z), bf16_high(u.z), bf16_low(u.w), bf16_high(u.w)};
+    if (F == Q4 || F == Q8) sum[m] += ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+#pragma unroll
+    for (uint r = 0; r < R; r++) {
+#pragma unroll
+      for (uint e = 0; e < 8; e++) dot[r * M + m] = fma(w[r * 8 + e], v[e], dot[r * M + m]);
+    }
+  }
+}
+
 // Adds the products of R packets of weights with M rows of x to acc[r * M + m]. x: the lane's packet in threadgroup
 // memory, in pieces of 8 bf16 that lie `step` words apart, rows of it `stride` words apart; `rows` of the M are there.
-// q: 8 words a packet; affine: scale and bias of each.
-template <uint F, uint R, uint M> FN void dot_packets(const THREAD uint *q, const THREAD float *affine, const TG uint *x, uint stride, uint step, uint rows, THREAD float *acc)
+// q: 8 words a packet, used up; affine: scale and bias of each.
+template <uint F, uint R, uint M> FN void dot_packets(THREAD uint *q, const THREAD float *affine, const TG uint *x, uint stride, uint step, uint rows, THREAD float *acc)
 {
-  float dot[R * M], sum[M];
+  const uint N = R * M, pieces = packet_elements<F>() / 8, words = packet_words<F>() / pieces;
+  float dot[N], sum[M];
 #pragma unroll
-  for (uint i = 0; i < R * M; i++) dot[i] = 0.0f;
+  for (uint i = 0; i < N; i++) dot[i] = 0.0f;
 #pragma unroll
   for (uint m = 0; m < M; m++) sum[m] = 0.0f;
+  if (M < 4) {
 #pragma unroll
-  for (uint j = 0; j < packet_elements<F>() / 8; j++) {
-    float w[R * 8];
-#pragma unroll
-    for (uint r = 0; r < R; r++) decode8<F>(q + r * 8, j, w + r * 8);
-#pragma unroll
-    for (uint m = 0; m < M; m++) {
-      if (M > 1 && m >= rows) continue;
-      const uint4 u = load4(x + m * stride + j * step);
-      const float v[8] = {bf16_low(u.x), bf16_high(u.x), bf16_low(u.y), bf16_high(u.y), bf16_low(u.z), bf16_high(u.z), bf16_low(u.w), bf16_high(u.w)};
-      if (F == Q4 || F == Q8) sum[m] += ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    for (uint j = 0; j < pieces; j++) dot8<F, R, M>(q, j, x + j * step, stride, rows, dot, sum);
+  } else { // a loop, or compilers take long; the next words move to the front, so that registers have fixed names
+#pragma unroll 1
+    for (uint j = 0; j < pieces; j++) {
+      dot8<F, R, M>(q, 0, x + j * step, stride, rows, dot, sum);
 #pragma unroll
       for (uint r = 0; r < R; r++) {
 #pragma unroll
-        for (uint e = 0; e < 8; e++) dot[r * M + m] = fma(w[r * 8 + e], v[e], dot[r * M + m]);
+        for (uint i = 0; i + words < 4; i++) q[r * 8 + i] = q[r * 8 + i + words];
       }
     }
   }
@@ -116,44 +134,17 @@ template <uint F, uint R, uint M> FN void dot_packets(const THREAD uint *q, cons
   }
 }
 
-// Sum over `lanes` neighbouring lanes, a power of two; each has it.
-FN float lanes_sum(float x, uint lanes)
+// Each of N sums over `lanes` neighbouring lanes, a power of two; every lane has them.
+template <uint N> FN void lanes_sum(THREAD float *x, uint lanes)
 {
-  if (lanes == 32) return simd_sum(x);
-  for (uint d = lanes / 2; d; d >>= 1) x += simd_shuffle_xor(x, d);
-  return x;
-}
-
-// Where x comes from: bf16 rows, or the residual stream, which is normalized on the way.
-struct GemvInput {
-  const DEVICE uint *x;
-  const DEVICE float *norm; // weight of the norm
-  bool normed;
-  uint cols, rows;
-};
-
-// Columns [first, first + columns) of x to the tile, in the order in which lanes take them: piece j of packet i lies
-// where `lanes` lanes read neighbouring 16 bytes.
-template <uint F, uint M> FN void stage_x(const THREAD GemvInput &in, const THREAD float *inverse, uint first, uint columns, uint lanes, TG uint *tile, uint stride, uint tid, uint threads)
-{
-  const uint pieces = packet_elements<F>() / 8;
+  if (lanes == 32) {
 #pragma unroll
-  for (uint m = 0; m < M; m++) {
-    if (m >= in.rows) continue;
-    for (uint u = tid; u < columns / 8; u += threads) {
-      const uint i = u / pieces, at = (i / lanes * pieces + u % pieces) * lanes + i % lanes;
-      TG uint *to = tile + m * stride + at * 4;
-      const ulong from = ulong(m) * in.cols + first + u * 8;
-      if (in.normed) {
-        const DEVICE float *x = (const DEVICE float *)in.x + from, *w = in.norm + first + u * 8;
-        const float4 a = load4(x), b = load4(x + 4), v = load4(w), z = load4(w + 4);
-        const float s = inverse[m];
-        store4(to, pack2(a.x * s * v.x, a.y * s * v.y), pack2(a.z * s * v.z, a.w * s * v.w),
-               pack2(b.x * s * z.x, b.y * s * z.y), pack2(b.z * s * z.z, b.w * s * z.w));
-      } else {
-        const uint4 q = load4(in.x + from / 2);
-        store4(to, q.x, q.y, q.z, q.w);
-      }
+    for (uint i = 0; i < N; i++) x[i] = simd_sum(x[i]);
+  } else {
+#pragma unroll 1
+    for (uint d = lanes / 2; d; d >>= 1) {
+#pragma unroll
+      for (uint i = 0; i < N; i++) x[i] += simd_shuffle_xor(x[i], d);
     }
   }
 }
@@ -182,6 +173,41 @@ FN float inverse_rms(const TG float *shares, uint cols, float eps)
   return 1.0f / sqrt(s / float(cols) + eps);
 }
 
+// Where x comes from: bf16 rows, or the residual stream, which is normalized on the way.
+struct GemvInput {
+  const DEVICE uint *x;
+  uint cols, rows;
+  bool normed;
+  const DEVICE float *norm; // the norm's weight
+  const TG float *shares;   // of each row's squares
+  float eps;
+};
+
+// Columns [first, first + columns) of x to the tile, in the order in which lanes take them: piece j of packet i lies
+// where `lanes` lanes read neighbouring 16 bytes.
+template <uint F> FN void stage_x(const THREAD GemvInput &in, uint first, uint columns, uint lanes, TG uint *tile, uint stride, uint tid, uint threads)
+{
+  const uint pieces = packet_elements<F>() / 8;
+#pragma unroll 1
+  for (uint m = 0; m < in.rows; m++) {
+    const float s = in.normed ? inverse_rms(in.shares + m * 8, in.cols, in.eps) : 0.0f;
+    for (uint u = tid; u < columns / 8; u += threads) {
+      const uint i = u / pieces, at = (i / lanes * pieces + u % pieces) * lanes + i % lanes;
+      TG uint *to = tile + m * stride + at * 4;
+      const ulong from = ulong(m) * in.cols + first + u * 8;
+      if (in.normed) {
+        const DEVICE float *x = (const DEVICE float *)in.x + from, *w = in.norm + first + u * 8;
+        const float4 a = load4(x), b = load4(x + 4), v = load4(w), z = load4(w + 4);
+        store4(to, bf16_pair(a.x * s * v.x, a.y * s * v.y), bf16_pair(a.z * s * v.z, a.w * s * v.w),
+               bf16_pair(b.x * s * z.x, b.y * s * z.y), bf16_pair(b.z * s * z.z, b.w * s * z.w));
+      } else {
+        const uint4 q = load4(in.x + from / 2);
+        store4(to, q.x, q.y, q.z, q.w);
+      }
+    }
+  }
+}
+
 // Where a lane stands: its rows of the matrix are first + r * beside, of which row_count are there.
 struct GemvPlace {
   uint first, beside, row_count;
@@ -191,11 +217,12 @@ struct GemvPlace {
 
 // Sums of R rows of weights with M rows of x, in every lane. The upper half of the R rows comes from b, starting over
 // at `first`, if `paired`. TILE columns of x fit into the tile. The whole threadgroup comes here together.
-template <uint F, uint R, uint M, uint TILE> FN void gemv_sums(const THREAD Rows &a, const THREAD Rows &b, bool paired, const THREAD GemvPlace &at, const THREAD GemvInput &in, const THREAD float *inverse, TG uint *tile, THREAD float *acc)
+template <uint F, uint R, uint M, uint TILE> FN void gemv_sums(const THREAD Rows &a, const THREAD Rows &b, bool paired, const THREAD GemvPlace &at, const THREAD GemvInput &in, TG uint *tile, THREAD float *acc)
 {
   const uint elements = packet_elements<F>(), packets = in.cols / elements, stride = TILE / 2;
-  uint q[R * 8], ahead[R * 8], row[R];
-  float affine[R * 2], affine_ahead[R * 2];
+  const uint W = R * 8, A = R * 2;
+  uint q[W], ahead[W], row[R];
+  float affine[A], affine_ahead[A];
 #pragma unroll
   for (uint r = 0; r < R; r++) {
     row[r] = min(at.first + (paired && r >= R / 2 ? r - R / 2 : r) * at.beside, at.row_count - 1);
@@ -206,7 +233,7 @@ template <uint F, uint R, uint M, uint TILE> FN void gemv_sums(const THREAD Rows
   for (uint first = 0; first < packets; first += TILE / elements) {
     const uint end = min(first + TILE / elements, packets);
     if (first > 0) tg_barrier(); // the tile is read no more
-    stage_x<F, M>(in, inverse, first * elements, (end - first) * elements, at.lanes, tile, stride, at.tid, at.threads);
+    stage_x<F>(in, first * elements, (end - first) * elements, at.lanes, tile, stride, at.tid, at.threads);
     tg_barrier();
     for (uint c = first; c < end; c += at.lanes) {
       const uint next = c + at.lanes + at.part;
@@ -222,8 +249,7 @@ template <uint F, uint R, uint M, uint TILE> FN void gemv_sums(const THREAD Rows
       for (uint i = 0; i < R * 2; i++) affine[i] = affine_ahead[i];
     }
   }
-#pragma unroll
-  for (uint i = 0; i < R * M; i++) acc[i] = lanes_sum(acc[i], at.lanes);
+  lanes_sum<R * M>(acc, at.lanes);
 }
 
 enum { STORE_BF16 = 0, STORE_F32 = 1, ADD_TO = 2, GATED = 3 }; // GemvMatrix.epilogue
@@ -238,59 +264,54 @@ FN void gemv_store(DEVICE uint *out, const DEVICE float *residual, uint epilogue
   else ((DEVICE bf16 *)out)[i] = to_bf16(y);
 }
 
-// A threadgroup's block of rows of one of the matrices.
-template <uint F, uint R, uint M, uint TILE> FN void gemv_block(const DEVICE uint *slab, CONSTANT GemvMatrix &p, const THREAD GemvInput &in, const THREAD float *inverse, DEVICE uint *out, const DEVICE float *residual, uint block, TG uint *tile, uint lane, uint simd, uint tid, uint threads)
+template <uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DEVICE uint *norm, const DEVICE uint *slab, DEVICE uint *out0, DEVICE uint *out1, DEVICE uint *out2, DEVICE uint *out3, DEVICE uint *out4, DEVICE uint *out5, const DEVICE float *residual, CONSTANT GemvArgs &p, TG uint *tile, TG float *shares, uint group, uint lane, uint simd, uint tid)
 {
-  const bool paired = p.epilogue == GATED;
-  const uint each = paired ? R / 2 : R;
+  GemvInput in;
+  in.x = x;
+  in.cols = p.cols;
+  in.rows = p.rows;
+  in.normed = p.normed != 0;
+  in.norm = slab_f32(norm, p.norm);
+  in.shares = shares;
+  in.eps = p.eps;
+  if (in.normed) {
+#pragma unroll 1
+    for (uint m = 0; m < p.rows; m++) square_shares((const DEVICE float *)x + ulong(m) * p.cols, p.cols, shares + m * 8, lane, simd, p.simds);
+    tg_barrier();
+  }
+  // The matrix, and the rows of it that are this simdgroup's.
+  uint i = 0, first = 0;
+  while (i + 1 < p.count && group >= p.matrices[i].end) first = p.matrices[i++].end;
+  const bool paired = p.matrices[i].epilogue == GATED;
+  const uint lanes = p.matrices[i].lanes, each = paired ? R / 2 : R;
   GemvPlace at;
-  at.lanes = p.lanes;
-  at.beside = 32 / p.lanes;
-  at.part = lane & (p.lanes - 1);
-  at.first = (block * (threads / 32) + simd) * each * at.beside + lane / p.lanes;
-  at.row_count = p.weight.rows;
+  at.lanes = lanes;
+  at.beside = 32 / lanes;
+  at.part = lane & (lanes - 1);
+  at.first = ((group - first) * p.simds + simd) * each * at.beside + lane / lanes;
+  at.row_count = p.matrices[i].weight.rows;
   at.tid = tid;
-  at.threads = threads;
-  const Rows a = rows_of(slab, p.weight, 0);
+  at.threads = p.simds * 32;
+  const Rows a = rows_of(slab, p.matrices[i].weight, 0);
   Rows b = a;
-  if (paired) b = rows_of(slab, p.up, 0);
-  float acc[R * M];
-  gemv_sums<F, R, M, TILE>(a, b, paired, at, in, inverse, tile, acc);
+  if (paired) b = rows_of(slab, p.matrices[i].up, 0);
+  const uint N = R * M, format = p.matrices[i].weight.format;
+  float acc[N];
+  if (format == Q4) gemv_sums<Q4, R, M, TILE>(a, b, paired, at, in, tile, acc);
+  else if (format == Q8) gemv_sums<Q8, R, M, TILE>(a, b, paired, at, in, tile, acc);
+  else if (format == BF16) gemv_sums<BF16, R, M, TILE>(a, b, paired, at, in, tile, acc);
+  else gemv_sums<F32, R, M, TILE>(a, b, paired, at, in, tile, acc);
+  // Each lane of a row stores some of its results; all have them all.
+  DEVICE uint *out = i == 0 ? out0 : i == 1 ? out1 : i == 2 ? out2 : i == 3 ? out3 : i == 4 ? out4 : out5;
 #pragma unroll
   for (uint r = 0; r < R; r++) {
 #pragma unroll
     for (uint m = 0; m < M; m++) {
-      // Each lane of a row stores some of its results.
       const uint row = at.first + r * at.beside;
-      if (r >= each || m >= in.rows || row >= at.row_count || ((r * M + m) & (at.lanes - 1)) != at.part) continue;
-      gemv_store(out, residual, p.epilogue, ulong(m) * at.row_count + row, acc[r * M + m], acc[(r + R / 2) % R * M + m]);
+      if (r >= each || m >= p.rows || row >= at.row_count || ((r * M + m) & (lanes - 1)) != at.part) continue;
+      gemv_store(out, residual, p.matrices[i].epilogue, ulong(m) * at.row_count + row, acc[r * M + m], acc[(r + R / 2) % R * M + m]);
     }
   }
-}
-
-template <uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DEVICE uint *norm, const DEVICE uint *slab, DEVICE uint *out0, DEVICE uint *out1, DEVICE uint *out2, DEVICE uint *out3, DEVICE uint *out4, DEVICE uint *out5, const DEVICE float *residual, CONSTANT GemvArgs &p, TG uint *tile, TG float *shares, uint group, uint lane, uint simd, uint tid, uint threads)
-{
-  GemvInput in;
-  in.x = x;
-  in.norm = slab_f32(norm, p.norm);
-  in.normed = p.normed != 0;
-  in.cols = p.cols;
-  in.rows = p.rows;
-  float inverse[M];
-  if (in.normed) {
-    for (uint m = 0; m < p.rows; m++) square_shares((const DEVICE float *)x + ulong(m) * p.cols, p.cols, shares + m * 8, lane, simd, threads / 32);
-    tg_barrier();
-#pragma unroll
-    for (uint m = 0; m < M; m++) inverse[m] = m < p.rows ? inverse_rms(shares + m * 8, p.cols, p.eps) : 0.0f;
-  }
-  uint k = 0, first = 0;
-  while (k + 1 < p.count && group >= p.matrices[k].end) first = p.matrices[k++].end;
-  DEVICE uint *out = k == 0 ? out0 : k == 1 ? out1 : k == 2 ? out2 : k == 3 ? out3 : k == 4 ? out4 : out5;
-  const uint format = p.matrices[k].weight.format, block = group - first;
-  if (format == Q4) gemv_block<Q4, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, tid, threads);
-  else if (format == Q8) gemv_block<Q8, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, tid, threads);
-  else if (format == BF16) gemv_block<BF16, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, tid, threads);
-  else gemv_block<F32, R, M, TILE>(slab, p.matrices[k], in, inverse, out, residual, block, tile, lane, simd, tid, threads);
 }
 
 // M rows of x at most, R rows of weights a lane, TILE columns of x at a time.
@@ -301,15 +322,11 @@ template <uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DE
     SHARED(uint, tile, M * TILE / 2);                                                                                  \
     SHARED(float, shares, M * 8);                                                                                      \
     gemv<R, M, TILE>(x, norm, slab, out0, out1, out2, out3, out4, out5, residual, p, tile, shares, k_group.x, k_lane,   \
-                     k_simd, k_thread.x, p.simds * 32);                                                               \
+                     k_simd, k_thread.x);                                                               \
   }
 
-GEMV(gemv_1x1, 1, 1, 4096)
 GEMV(gemv_1x2, 1, 2, 4096)
 GEMV(gemv_1x4, 1, 4, 4096)
 GEMV(gemv_2x2, 2, 2, 2048)
-GEMV(gemv_2x4, 2, 4, 2048)
 GEMV(gemv_4x2, 4, 2, 2048)
-GEMV(gemv_4x4, 4, 4, 2048)
 GEMV(gemv_8x2, 8, 2, 1024)
-GEMV(gemv_8x4, 8, 4, 1024)

@@ -1,232 +1,130 @@
-// Experts for a few rows: each selected expert's weights are read once for each row that selected it, 16 bytes a lane. One row
-// of the real model: 8 · 2 · 512 · 2048 weights in, 9 · 2048 · 512 out, of 4 bits and a 16th of 16 + 16 bits each 32: 9.4 MB
-// and 5.3 MB.
+// Experts for a few rows: each selected expert's weights are read once for each row that selected it. One row of the real
+// model: 8 · 2 · 512 · 2048 weights in, 9 · 2048 · 512 out, 4.5 bits each with scales and biases: 9.4 MB and 5.3 MB.
 
-// What one lane loads of a weight's row: 16 bytes (f32: 32), and the scale and bias of their group.
-struct Wide { uint w[8]; float scale, bias; };
-
-FN uint wide_elements(const THREAD Q4Row &c) { return 32; }
-FN uint wide_elements(const THREAD Q8Row &c) { return 16; }
-FN uint wide_elements(const THREAD Bf16Row &c) { return 8; }
-FN uint wide_elements(const THREAD AnyRow &c) { return 8; }
-
-FN Wide fetch_wide(const THREAD Q4Row &c, uint k)
+// out[entry] = x[entry / share] · a[expert]ᵀ, or with two matrices silu(· a) · (· b): the GEMV of gemv.metal, with the matrix
+// chosen by the entry's expert.
+template <uint F, uint R, uint TILE>
+FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, const DEVICE uint *ids, DEVICE uint *out,
+                     CONSTANT ExpertsArgs &p, TG uint *tile, uint block, uint entry, uint lane, uint simd, uint tid)
 {
-  const uint4 q = load4(c.codes + k / 8);
-  const Wide f = {{q.x, q.y, q.z, q.w, 0, 0, 0, 0}, f32(c.scales[k / GROUP]), f32(c.biases[k / GROUP])};
-  return f;
-}
-FN Wide fetch_wide(const THREAD Q8Row &c, uint k)
-{
-  const uint4 q = load4(c.codes + k / 4);
-  const Wide f = {{q.x, q.y, q.z, q.w, 0, 0, 0, 0}, f32(c.scales[k / GROUP]), f32(c.biases[k / GROUP])};
-  return f;
-}
-FN Wide fetch_wide(const THREAD Bf16Row &c, uint k)
-{
-  const uint4 q = load4(c.codes + k / 2);
-  const Wide f = {{q.x, q.y, q.z, q.w, 0, 0, 0, 0}, 1.0f, 0.0f};
-  return f;
-}
-FN Wide fetch_wide(const THREAD AnyRow &c, uint k)
-{
-  const Fetched q = fetch(c, k);
-  Wide f = {{q.w[0], q.w[1], q.w[2], q.w[3], q.w[4], q.w[5], q.w[6], q.w[7]}, 1.0f, 0.0f};
-  if (c.format < 2) {
-    f.scale = as_f(q.w[1]);
-    f.bias = as_f(q.w[2]);
-    f.w[1] = q.w[3];
-  }
-  return f;
-}
-
-FN Floats input_eight(const DEVICE bf16 *x, uint k) { return eight_floats(load_eight(x, k)); }
-FN float sum_eight(Floats v) { return ((v.v[0] + v.v[1]) + (v.v[2] + v.v[3])) + ((v.v[4] + v.v[5]) + (v.v[6] + v.v[7])); }
-
-// Σ x · code of eight 4-bit codes. The places' powers of two go to x, which the rows of a lane share.
-FN float dot_codes4(uint q, Floats x)
-{
-  float dot = in_place(q, 0xfu) * x.v[0];
-  dot = fma(in_place(q, 0xf0u), x.v[1] * 0.0625f, dot);
-  dot = fma(in_place(q, 0xf00u), x.v[2] * 0.00390625f, dot);
-  dot = fma(in_place(q, 0xf000u), x.v[3] * 0.000244140625f, dot);
-  dot = fma(in_place(q >> 16, 0xfu), x.v[4], dot);
-  dot = fma(in_place(q >> 16, 0xf0u), x.v[5] * 0.0625f, dot);
-  dot = fma(in_place(q >> 16, 0xf00u), x.v[6] * 0.00390625f, dot);
-  return fma(in_place(q >> 16, 0xf000u), x.v[7] * 0.000244140625f, dot);
-}
-FN float dot_codes8(uint a, uint b, Floats x)
-{
-  float dot = in_place(a, 0xffu) * x.v[0];
-  dot = fma(in_place(a, 0xff00u), x.v[1] * 0.00390625f, dot);
-  dot = fma(in_place(a >> 16, 0xffu), x.v[2], dot);
-  dot = fma(in_place(a >> 16, 0xff00u), x.v[3] * 0.00390625f, dot);
-  dot = fma(in_place(b, 0xffu), x.v[4], dot);
-  dot = fma(in_place(b, 0xff00u), x.v[5] * 0.00390625f, dot);
-  dot = fma(in_place(b >> 16, 0xffu), x.v[6], dot);
-  return fma(in_place(b >> 16, 0xff00u), x.v[7] * 0.00390625f, dot);
-}
-FN float dot_eight(Floats a, Floats b)
-{
-  float dot = a.v[0] * b.v[0];
-  for (uint i = 1; i < 8; i++) dot = fma(a.v[i], b.v[i], dot);
-  return dot;
-}
-
-// Σ weight · x of what a lane loaded at element k.
-FN float dot_wide(const THREAD Q4Row &c, Wide f, const DEVICE bf16 *x, uint k)
-{
-  float dot = 0.0f, sum = 0.0f;
-  for (uint i = 0; i < 4; i++) {
-    const Floats v = input_eight(x, k + i * 8);
-    dot += dot_codes4(f.w[i], v);
-    sum += sum_eight(v);
-  }
-  return fma(f.scale, dot, f.bias * sum);
-}
-FN float dot_wide(const THREAD Q8Row &c, Wide f, const DEVICE bf16 *x, uint k)
-{
-  const Floats a = input_eight(x, k), b = input_eight(x, k + 8);
-  return fma(f.scale, dot_codes8(f.w[0], f.w[1], a) + dot_codes8(f.w[2], f.w[3], b), f.bias * (sum_eight(a) + sum_eight(b)));
-}
-FN float dot_wide(const THREAD Bf16Row &c, Wide f, const DEVICE bf16 *x, uint k)
-{
-  const Eight w = {{f.w[0], f.w[1], f.w[2], f.w[3]}};
-  return dot_eight(eight_floats(w), input_eight(x, k));
-}
-FN float dot_wide(const THREAD AnyRow &c, Wide f, const DEVICE bf16 *x, uint k)
-{
-  const Floats v = input_eight(x, k);
-  const Eight pairs = {{f.w[0], f.w[1], f.w[2], f.w[3]}};
-  const Floats plain = {{as_f(f.w[0]), as_f(f.w[1]), as_f(f.w[2]), as_f(f.w[3]), as_f(f.w[4]), as_f(f.w[5]), as_f(f.w[6]), as_f(f.w[7])}};
-  if (c.format == 0) return fma(f.scale, dot_codes4(f.w[0], v), f.bias * sum_eight(v));
-  if (c.format == 1) return fma(f.scale, dot_codes8(f.w[0], f.w[1], v), f.bias * sum_eight(v));
-  return c.format == 2 ? dot_eight(eight_floats(pairs), v) : dot_eight(plain, v);
-}
-
-// The sum over 16 neighbouring lanes, in all of them.
-FN float sum16(float v)
-{
-  v += simd_shuffle_xor(v, 8u);
-  v += simd_shuffle_xor(v, 4u);
-  v += simd_shuffle_xor(v, 2u);
-  return v + simd_shuffle_xor(v, 1u);
-}
-
-// out[entry] = silu(x[row] · gateᵀ) · (x[row] · upᵀ): a simdgroup has EACH columns of an entry, all lanes along K.
-template <class W, uint EACH>
-FN void decode_experts_in(const DEVICE uint *gate, const DEVICE uint *up, const DEVICE bf16 *x, const DEVICE uint *ids, DEVICE bf16 *out,
-                          CONSTANT ExpertsInArgs &p, uint first, uint entry, uint lane)
-{
-  const uint expert = ids[entry], cols = p.gate.cols;
-  const WeightRows g = weight_rows(gate, p.gate, expert, first), u = weight_rows(up, p.up, expert, first);
-  const DEVICE bf16 *mine = x + ulong(entry / p.k) * cols;
-  W rows[2 * EACH];
-  float sums[2 * EACH];
-  for (uint i = 0; i < EACH; i++) {
-    open_row(rows[2 * i], g, i);
-    open_row(rows[2 * i + 1], u, i);
-    sums[2 * i] = sums[2 * i + 1] = 0.0f;
-  }
-  const uint n = wide_elements(rows[0]);
-  for (uint k = lane * n; k < cols; k += 32 * n) {
-    Wide f[2 * EACH];
-    for (uint i = 0; i < 2 * EACH; i++) f[i] = fetch_wide(rows[i], k);
-    for (uint i = 0; i < 2 * EACH; i++) sums[i] += dot_wide(rows[i], f[i], mine, k);
-  }
-  for (uint i = 0; i < EACH; i++) {
-    const float a = simd_sum(sums[2 * i]), b = simd_sum(sums[2 * i + 1]);
-    if (lane == 0 && first + i < p.gate.rows) out[ulong(entry) * p.gate.rows + first + i] = to_bf16(silu(a) * b);
+  const bool paired = p.paired != 0;
+  const uint each = paired ? R / 2 : R;
+  GemvInput in;
+  in.x = x + ulong(entry / p.share) * (p.a.cols / 2);
+  in.norm = (const DEVICE float *)x;
+  in.normed = false;
+  in.cols = p.a.cols;
+  in.rows = 1;
+  GemvPlace at;
+  at.lanes = p.lanes;
+  at.beside = 32 / p.lanes;
+  at.part = lane & (p.lanes - 1);
+  at.first = (block * 8 + simd) * each * at.beside + lane / p.lanes;
+  at.row_count = p.a.rows;
+  at.tid = tid;
+  at.threads = 256;
+  const uint expert = ids[entry];
+  const Rows a = rows_of(a_slab, p.a, expert);
+  Rows b = a;
+  if (paired) b = rows_of(b_slab, p.b, expert);
+  float acc[R], inverse[1] = {0.0f};
+  gemv_sums<F, R, 1, TILE>(a, b, paired, at, in, inverse, tile, acc);
+#pragma unroll
+  for (uint r = 0; r < R; r++) {
+    const uint row = at.first + r * at.beside;
+    if (r >= each || row >= at.row_count || (r & (at.lanes - 1)) != at.part) continue;
+    gemv_store(out, in.norm, paired ? uint(GATED) : uint(STORE_BF16), ulong(entry) * at.row_count + row, acc[r], acc[(r + R / 2) % R]);
   }
 }
 
-#define DECODE_EXPERTS_IN(name, W) \
-  KERNEL(name, 128, IN(0, uint, gate), IN(1, uint, up), IN(2, bf16, x), IN(3, uint, ids), OUT(4, bf16, out), ARGS(5, ExpertsInArgs, p)) \
-  { \
-    decode_experts_in<W, 2>(gate, up, x, ids, out, p, (k_group.x * 4 + k_simd) * 2, k_group.y, k_lane); \
-  }
-DECODE_EXPERTS_IN(decode_experts_in_q4, Q4Row)
-DECODE_EXPERTS_IN(decode_experts_in_q8, Q8Row)
-DECODE_EXPERTS_IN(decode_experts_in_any, AnyRow)
-
-// out[entry] = x[entry / share] · weightᵀ for each entry's expert: the projection alone. 16 lanes a column.
-template <class W>
-FN void decode_experts(const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE uint *ids, DEVICE bf16 *out, CONSTANT ExpertsArgs &p,
-                       uint col, uint entry, uint lane)
+KERNEL(decode_experts, 256, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, uint, out), ARGS(5, ExpertsArgs, p))
 {
-  W row;
-  open_row(row, weight_rows(slab, p.w, ids[entry], col), 0);
-  const DEVICE bf16 *mine = x + ulong(entry / p.share) * p.w.cols;
-  const uint n = wide_elements(row);
+  SHARED(uint, tile, 2048);
+  const uint f = p.a.format;
+  if (f == Q4) expert_block<Q4, 4, 4096>(a, b, x, ids, out, p, tile, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else if (f == Q8) expert_block<Q8, 4, 4096>(a, b, x, ids, out, p, tile, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else if (f == BF16) expert_block<BF16, 4, 4096>(a, b, x, ids, out, p, tile, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else expert_block<F32, 4, 4096>(a, b, x, ids, out, p, tile, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+}
+
+// Packet i of row `col` of eight experts, from rank `first` on.
+template <uint F>
+FN void load_experts(const DEVICE uint *slab, CONSTANT ExpertsSumArgs &p, const DEVICE uint *ids, uint first, uint col, uint i, THREAD uint *q, THREAD float *affine)
+{
+  const uint packets = p.down.cols / packet_elements<F>();
+#pragma unroll
+  for (uint e = 0; e < 8; e++) {
+    if (first + e >= p.k) continue;
+    const Rows rows = rows_of(slab, p.down, ids[first + e]);
+    load_packet<F>(rows, col, packets, i, q + e * 8, affine + e * 2);
+  }
+}
+
+// Σ_rank weight · (x[rank] · downᵀ) + gate · (shared_x · shared_downᵀ) for one column: `lanes` lanes go through the experts in
+// the order of rank, the shared one last, with the packets of eight experts in flight; each lane sums its share of all of them
+// before the lanes are summed. All inputs wait in threadgroup memory. `lanes` divides the packets of both matrices' rows.
+template <uint F>
+FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, const DEVICE uint *x, const DEVICE uint *ids,
+                     const DEVICE float *weights, const DEVICE uint *shared_x, float gate, CONSTANT ExpertsSumArgs &p, TG uint *tile,
+                     uint col, uint part, uint tid)
+{
+  const uint elements = packet_elements<F>(), packets = p.down.cols / elements, shared_packets = p.shared_down.cols / elements;
+  const Rows shared_rows = rows_of(shared_down, p.shared_down, 0);
+  uint q[64], shared_q[8];
+  float affine[16], shared_affine[2];
+  load_experts<F>(down, p, ids, 0, col, part, q, affine);
+  load_packet<F>(shared_rows, col, shared_packets, part, shared_q, shared_affine);
+  TG uint *shared_tile = tile + p.k * p.down.cols / 2;
+  GemvInput in;
+  in.x = x;
+  in.norm = weights;
+  in.normed = false;
+  in.cols = p.k * p.down.cols;
+  in.rows = 1;
+  const float inverse[1] = {0.0f};
+  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, tile, 0, tid, 256);
+  in.x = shared_x;
+  in.cols = p.shared_down.cols;
+  stage_x<F, 1>(in, inverse, 0, in.cols, p.lanes, shared_tile, 0, tid, 256);
+  tg_barrier();
   float sum = 0.0f;
-  for (uint k = lane % 16 * n; k < p.w.cols; k += 16 * n) sum += dot_wide(row, fetch_wide(row, k), mine, k);
-  sum = sum16(sum);
-  if (lane % 16 == 0 && col < p.w.rows) out[ulong(entry) * p.w.rows + col] = to_bf16(sum);
+  for (uint first = 0; first < p.k; first += 8)
+    for (uint i = part; i < packets; i += p.lanes) {
+      if (first + i > part) load_experts<F>(down, p, ids, first, col, i, q, affine);
+#pragma unroll
+      for (uint e = 0; e < 8; e++) {
+        if (first + e >= p.k) continue;
+        float dot[1] = {0.0f};
+        const uint at = ((first + e) * packets + i - part) * (elements / 8) + part;
+        dot_packets<F, 1, 1>(q + e * 8, affine + e * 2, tile + at * 4, 0, p.lanes * 4, 1, dot);
+        sum = fma(weights[first + e], dot[0], sum);
+      }
+    }
+  for (uint i = part; i < shared_packets; i += p.lanes) {
+    if (i > part) load_packet<F>(shared_rows, col, shared_packets, i, shared_q, shared_affine);
+    float dot[1] = {0.0f};
+    dot_packets<F, 1, 1>(shared_q, shared_affine, shared_tile + ((i - part) * (elements / 8) + part) * 4, 0, p.lanes * 4, 1, dot);
+    sum = fma(gate, dot[0], sum);
+  }
+  return lanes_sum(sum, p.lanes);
 }
 
-#define DECODE_EXPERTS(name, W) \
-  KERNEL(name, 128, IN(0, uint, slab), IN(1, bf16, x), IN(2, uint, ids), OUT(3, bf16, out), ARGS(4, ExpertsArgs, p)) \
-  { \
-    decode_experts<W>(slab, x, ids, out, p, k_group.x * 8 + k_thread.x / 16, k_group.y, k_lane); \
-  }
-DECODE_EXPERTS(decode_experts_q4, Q4Row)
-DECODE_EXPERTS(decode_experts_q8, Q8Row)
-DECODE_EXPERTS(decode_experts_any, AnyRow)
-
-// out = residual + Σ_rank weight · (x[rank] · downᵀ) + sigmoid(shared_gate) · (shared_x · shared_downᵀ). 16 lanes a column go
-// through the experts in the order of rank, four experts' loads at a time, the shared one last; each lane sums its share of
-// all of them before the lanes are summed.
-template <class W, class S>
-FN void decode_experts_out(const DEVICE uint *down, const DEVICE uint *shared_down, const DEVICE bf16 *x, const DEVICE uint *ids,
-                           const DEVICE float *weights, const DEVICE bf16 *shared_x, const DEVICE float *shared_gate,
-                           const DEVICE float *residual, DEVICE float *out, CONSTANT ExpertsSumArgs &p, uint col, uint row, uint lane)
+// out = residual + the experts' weighted sum: their down projections, routing weights, the shared expert and its gate.
+KERNEL(decode_experts_out, 256, IN(0, uint, down), IN(1, uint, shared_down), IN(2, uint, x), IN(3, uint, ids), IN(4, float, weights),
+       IN(5, uint, shared_x), IN(6, float, shared_gate), IN(7, float, residual), OUT(8, float, out), ARGS(9, ExpertsSumArgs, p))
 {
-  float sum = 0.0f;
-  for (uint first = 0; first < p.k; first += 4) {
-    W rows[4];
-    float scores[4];
-    const DEVICE bf16 *inputs[4];
-    for (uint i = 0; i < 4; i++) {
-      const uint rank = min(first + i, p.k - 1), entry = row * p.k + rank;
-      open_row(rows[i], weight_rows(down, p.down, ids[entry], col), 0);
-      scores[i] = weights[entry];
-      inputs[i] = x + ulong(entry) * p.down.cols;
-    }
-    const uint n = wide_elements(rows[0]);
-    for (uint k = lane % 16 * n; k < p.down.cols; k += 16 * n) {
-      Wide f[4];
-      for (uint i = 0; i < 4; i++)
-        if (first + i < p.k) f[i] = fetch_wide(rows[i], k);
-      for (uint i = 0; i < 4; i++)
-        if (first + i < p.k) sum = fma(scores[i], dot_wide(rows[i], f[i], inputs[i], k), sum);
-    }
-  }
-  S row_shared;
-  open_row(row_shared, weight_rows(shared_down, p.shared_down, 0, col), 0);
-  const DEVICE bf16 *input = shared_x + ulong(row) * p.shared_down.cols;
-  const uint n = wide_elements(row_shared);
+  SHARED(uint, tile, 4096);
+  const uint row = k_group.y, col = k_group.x * (256 / p.lanes) + k_thread.x / p.lanes, part = k_lane & (p.lanes - 1);
+  const uint there = min(col, p.down.rows - 1), f = p.down.format;
+  const DEVICE uint *my_x = x + ulong(row) * p.k * (p.down.cols / 2), *my_ids = ids + row * p.k;
+  const DEVICE uint *my_shared = shared_x + ulong(row) * (p.shared_down.cols / 2);
+  const DEVICE float *my_weights = weights + row * p.k;
   const float gate = sigmoid(shared_gate[row]);
-  for (uint k = lane % 16 * n; k < p.shared_down.cols; k += 16 * n)
-    sum = fma(gate, dot_wide(row_shared, fetch_wide(row_shared, k), input, k), sum);
-  sum = sum16(sum);
+  float sum;
+  if (f == Q4) sum = experts_sum<Q4>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, there, part, k_thread.x);
+  else if (f == Q8) sum = experts_sum<Q8>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, there, part, k_thread.x);
+  else if (f == BF16) sum = experts_sum<BF16>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, there, part, k_thread.x);
+  else sum = experts_sum<F32>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, there, part, k_thread.x);
   const ulong at = ulong(row) * p.down.rows + col;
-  if (lane % 16 == 0 && col < p.down.rows) out[at] = residual[at] + sum;
-}
-
-#define DECODE_EXPERTS_OUT(name, W, S) \
-  KERNEL(name, 128, IN(0, uint, down), IN(1, uint, shared_down), IN(2, bf16, x), IN(3, uint, ids), IN(4, float, weights), \
-         IN(5, bf16, shared_x), IN(6, float, shared_gate), IN(7, float, residual), OUT(8, float, out), ARGS(9, ExpertsSumArgs, p)) \
-  { \
-    decode_experts_out<W, S>(down, shared_down, x, ids, weights, shared_x, shared_gate, residual, out, p, \
-                             k_group.x * 8 + k_thread.x / 16, k_group.y, k_lane); \
-  }
-DECODE_EXPERTS_OUT(decode_experts_out_q4, Q4Row, Q4Row)
-DECODE_EXPERTS_OUT(decode_experts_out_q8, Q8Row, Q8Row)
-DECODE_EXPERTS_OUT(decode_experts_out_any, AnyRow, AnyRow)
-
-// The gated activation alone.
-KERNEL(gate_product, 256, IN(0, bf16, gate), IN(1, bf16, up), OUT(2, bf16, out), ARGS(3, GateProductArgs, p))
-{
-  const uint i = k_group.x * 256 + k_thread.x;
-  if (i < p.count) out[i] = to_bf16(silu(f32(gate[i])) * f32(up[i]));
+  if (part == 0 && col < p.down.rows) out[at] = residual[at] + sum;
 }

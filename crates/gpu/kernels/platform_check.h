@@ -2,7 +2,7 @@
 #define K_CHECK 1
 #define DEVICE   __global
 #define TG       __local
-#define CONSTANT __constant
+#define CONSTANT const __constant
 #define THREAD   __private
 #define FN       static inline
 enum class bf16 : ushort {};                       // a scalar: readable from any address space, no hidden conversion

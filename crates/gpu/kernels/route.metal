@@ -87,6 +87,7 @@ KERNEL(route_scatter, 256, IN(0, uint, ids), IN(1, uint, counts), OUT(2, uint, o
   SHARED(uint, sums, 24);
   const uint n = stage_entries(ids, part, k_group.x * ROUTE_CHUNK, p.entries, k_thread.x);
   uint total[4], before[4], entries = 0, large = 0, small = 0;
+#pragma unroll
   for (uint j = 0; j < 4; j++) {
     total[j] = before[j] = 0;
     const uint expert = k_thread.x * p.each + j;
@@ -115,9 +116,10 @@ KERNEL(route_scatter, 256, IN(0, uint, ids), IN(1, uint, counts), OUT(2, uint, o
   }
   at_small += all_large;
   if (k_group.x == 0 && k_thread.x == 0) store4(blocks, all_large, all_small, 0, 0);
+#pragma unroll
   for (uint j = 0; j < 4; j++) {
     const uint expert = k_thread.x * p.each + j;
-    if (j >= p.each || expert >= p.experts) break;
+    if (j >= p.each || expert >= p.experts) continue;
     uint place = at + before[j];
     for (uint i = 0; i < n; i++)
       if (part[i] == expert) order[place++] = k_group.x * ROUTE_CHUNK + i;

@@ -1,14 +1,13 @@
 // What a matrix tile reads and writes, shared by all targets: rows of activations, rows of weights, what becomes of the
 // result. A tile is out[M][N] = a[M][K] · w[N][K]ᵀ, a and w in bf16 and sums in f32; the loop over K has a file per target:
 //
-//   gemm_tile<M, N, W>(a, w, e, cols, mem, thread, lane, simd)
+//   gemm_tile<M, N, F>(a, w, e, cols, mem, thread, lane, simd)
 //
-// by 128 threads. `a` has row_of(a, r), `w` has open_row(cursor, w, r) with a cursor W, `e` has drain<M, N>(e, tile, thread).
+// by 128 threads. `a` has row_of(a, r), `w` has open_row(cursor, w, r) with a Cursor<F>, `e` has drain<M, N>(e, tile, thread).
 // Rows beyond the last repeat it: their results are not kept.
 
-// Eight bf16 in pairs, and what they are made of before dequantization.
+// Eight bf16 in pairs.
 struct Eight { uint w[4]; };
-struct Fetched { uint w[8]; };
 
 FN Eight zero_eight() { const Eight e = {{0, 0, 0, 0}}; return e; }
 
@@ -28,52 +27,38 @@ FN Eight load_eight(const DEVICE bf16 *row, uint k)
   return e;
 }
 
-// ---- Weights: a cursor on one row for each format
+// ---- Weights: rows of one matrix, and a cursor on one of them
 
-struct WeightRows { const DEVICE uint *codes; const DEVICE bf16 *scales; const DEVICE bf16 *biases; uint first, rows, cols, format; };
+struct WeightRows { Rows base; uint first, rows, cols, format; };
 // The first half of the tile's rows are of one matrix, the other half the same rows of another.
 struct PairedRows { WeightRows low, high; uint half_rows; };
 
 FN WeightRows weight_rows(const DEVICE uint *slab, CONSTANT Matrix &m, uint matrix, uint first)
 {
-  const uint scales = matrix * m.scales_stride;
-  const WeightRows w = {slab_words(slab, m.codes + matrix * m.codes_stride), slab_bf16(slab, m.scales + scales),
-                        slab_bf16(slab, m.biases + scales), first, m.rows, m.cols, m.format};
+  const WeightRows w = {rows_of(slab, m, matrix), first, m.rows, m.cols, m.format};
   return w;
 }
 
-struct Q4Row { const DEVICE uint *codes; const DEVICE bf16 *scales; const DEVICE bf16 *biases; };
-struct Q8Row { const DEVICE uint *codes; const DEVICE bf16 *scales; const DEVICE bf16 *biases; };
-struct Bf16Row { const DEVICE uint *codes; };
-// Whatever the format: a branch at each load.
-struct AnyRow { const DEVICE uint *codes; const DEVICE bf16 *scales; const DEVICE bf16 *biases; uint format; };
+// F is a Matrix.format, or ANY_FORMAT: looked up at each load, for formats that are rare.
+enum { ANY_FORMAT = 4 };
+template <uint F> struct Cursor {
+  const DEVICE uint *codes;
+  const DEVICE bf16 *scales, *biases;
+  uint format;
+};
 
-FN uint row_in(WeightRows w, uint r) { return min(w.first + r, w.rows - 1); }
+template <uint F> FN uint format_of(const THREAD Cursor<F> &c) { return F == ANY_FORMAT ? c.format : F; }
 
-FN void open_row(THREAD Q4Row &c, WeightRows w, uint r)
+template <uint F> FN void open_row(THREAD Cursor<F> &c, WeightRows w, uint r)
 {
-  const ulong row = row_in(w, r);
-  c.codes = w.codes + row * (w.cols / 8);
-  c.scales = w.scales + row * (w.cols / GROUP);
-  c.biases = w.biases + row * (w.cols / GROUP);
-}
-FN void open_row(THREAD Q8Row &c, WeightRows w, uint r)
-{
-  const ulong row = row_in(w, r);
-  c.codes = w.codes + row * (w.cols / 4);
-  c.scales = w.scales + row * (w.cols / GROUP);
-  c.biases = w.biases + row * (w.cols / GROUP);
-}
-FN void open_row(THREAD Bf16Row &c, WeightRows w, uint r) { c.codes = w.codes + ulong(row_in(w, r)) * (w.cols / 2); }
-FN void open_row(THREAD AnyRow &c, WeightRows w, uint r)
-{
-  const ulong row = row_in(w, r);
+  const ulong row = min(w.first + r, w.rows - 1);
   c.format = w.format;
-  c.codes = w.codes + row * (w.format == 0 ? w.cols / 8 : w.format == 1 ? w.cols / 4 : w.format == 2 ? w.cols / 2 : w.cols);
-  c.scales = w.scales + row * (w.cols / GROUP);
-  c.biases = w.biases + row * (w.cols / GROUP);
+  const uint format = format_of(c);
+  c.codes = w.base.codes + row * (format == Q4 ? w.cols / 8 : format == Q8 ? w.cols / 4 : format == BF16 ? w.cols / 2 : w.cols);
+  c.scales = w.base.scales + row * (w.cols / GROUP);
+  c.biases = w.base.biases + row * (w.cols / GROUP);
 }
-template <class W> FN void open_row(THREAD W &c, PairedRows w, uint r)
+template <uint F> FN void open_row(THREAD Cursor<F> &c, PairedRows w, uint r)
 {
   if (r < w.half_rows) open_row(c, w.low, r);
   else open_row(c, w.high, r - w.half_rows);
@@ -81,78 +66,45 @@ template <class W> FN void open_row(THREAD W &c, PairedRows w, uint r)
 
 // Eight neighbours from element k on, a multiple of 8. Loading and dequantizing are two steps, so that the loads of the
 // next tile are in flight while this one is multiplied.
-FN Fetched fetch(const THREAD Q4Row &c, uint k)
+struct Fetched { uint w[8]; float scale, bias; };
+template <uint F> FN Fetched fetch(const THREAD Cursor<F> &c, uint k)
 {
-  const Fetched f = {{c.codes[k / 8], as_u(f32(c.scales[k / GROUP])), as_u(f32(c.biases[k / GROUP])), 0, 0, 0, 0, 0}};
+  const uint format = format_of(c);
+  Fetched f;
+  if (format == Q4) f.w[0] = c.codes[k / 8];
+  else if (format == Q8) {
+    const uint2 q = load2(c.codes + k / 4);
+    f.w[0] = q.x; f.w[1] = q.y;
+  } else {
+    const uint4 q = load4(c.codes + (format == BF16 ? k / 2 : k));
+    f.w[0] = q.x; f.w[1] = q.y; f.w[2] = q.z; f.w[3] = q.w;
+  }
+  if (format == F32) {
+    const uint4 q = load4(c.codes + k + 4);
+    f.w[4] = q.x; f.w[5] = q.y; f.w[6] = q.z; f.w[7] = q.w;
+  }
+  if (format == Q4 || format == Q8) {
+    f.scale = f32(c.scales[k / GROUP]);
+    f.bias = f32(c.biases[k / GROUP]);
+  }
   return f;
 }
-FN Fetched fetch(const THREAD Q8Row &c, uint k)
+// To bf16: scale * code + bias in f32, one rounding.
+template <uint F> FN Eight unpack(const THREAD Cursor<F> &c, Fetched f)
 {
-  const uint2 q = load2(c.codes + k / 4);
-  const Fetched f = {{q.x, as_u(f32(c.scales[k / GROUP])), as_u(f32(c.biases[k / GROUP])), q.y, 0, 0, 0, 0}};
-  return f;
-}
-FN Fetched fetch(const THREAD Bf16Row &c, uint k)
-{
-  const uint4 x = load4(c.codes + k / 2);
-  const Fetched f = {{x.x, x.y, x.z, x.w, 0, 0, 0, 0}};
-  return f;
-}
-FN Fetched fetch(const THREAD AnyRow &c, uint k)
-{
-  if (c.format == 0) { const Q4Row q = {c.codes, c.scales, c.biases}; return fetch(q, k); }
-  if (c.format == 1) { const Q8Row q = {c.codes, c.scales, c.biases}; return fetch(q, k); }
-  if (c.format == 2) { const Bf16Row q = {c.codes}; return fetch(q, k); }
-  const uint4 x = load4(c.codes + k), y = load4(c.codes + k + 4);
-  const Fetched f = {{x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w}};
-  return f;
-}
-
-// The number in some bits of the low 16 of a word, in place: 2^23 + n as a float has n as its low bits. No shift, no
-// conversion instruction; the place's power of two goes into the scale, which is exact.
-FN float in_place(uint word, uint mask) { return as_f((word & mask) | 0x4b000000u) - 8388608.0f; }
-
-// Four 4-bit weights from the low half of a word: scale · code + bias in f32, one rounding.
-FN uint2 dequantize_four(uint word, float scale, float bias)
-{
-  uint2 pairs;
-  pairs.x = pack2(fma(in_place(word, 0xfu), scale, bias), fma(in_place(word, 0xf0u), scale * 0.0625f, bias));
-  pairs.y = pack2(fma(in_place(word, 0xf00u), scale * 0.00390625f, bias), fma(in_place(word, 0xf000u), scale * 0.000244140625f, bias));
-  return pairs;
-}
-FN uint dequantize_two(uint word, float scale, float bias)
-{
-  return pack2(fma(in_place(word, 0xffu), scale, bias), fma(in_place(word, 0xff00u), scale * 0.00390625f, bias));
-}
-FN Eight unpack(const THREAD Q4Row &c, Fetched f)
-{
-  const float scale = as_f(f.w[1]), bias = as_f(f.w[2]);
-  const uint2 low = dequantize_four(f.w[0], scale, bias), high = dequantize_four(f.w[0] >> 16, scale, bias);
-  const Eight e = {{low.x, low.y, high.x, high.y}};
-  return e;
-}
-FN Eight unpack(const THREAD Q8Row &c, Fetched f)
-{
-  const float scale = as_f(f.w[1]), bias = as_f(f.w[2]);
-  const Eight e = {{dequantize_two(f.w[0], scale, bias), dequantize_two(f.w[0] >> 16, scale, bias),
-                    dequantize_two(f.w[3], scale, bias), dequantize_two(f.w[3] >> 16, scale, bias)}};
-  return e;
-}
-FN Eight unpack(const THREAD Bf16Row &c, Fetched f)
-{
-  const Eight e = {{f.w[0], f.w[1], f.w[2], f.w[3]}};
-  return e;
-}
-FN Eight unpack(const THREAD AnyRow &c, Fetched f)
-{
-  const Q4Row q4 = {c.codes, c.scales, c.biases};
-  const Q8Row q8 = {c.codes, c.scales, c.biases};
-  const Bf16Row dense = {c.codes};
-  if (c.format == 0) return unpack(q4, f);
-  if (c.format == 1) return unpack(q8, f);
-  if (c.format == 2) return unpack(dense, f);
-  const Eight e = {{pack2(as_f(f.w[0]), as_f(f.w[1])), pack2(as_f(f.w[2]), as_f(f.w[3])),
-                    pack2(as_f(f.w[4]), as_f(f.w[5])), pack2(as_f(f.w[6]), as_f(f.w[7]))}};
+  const uint format = format_of(c);
+  Eight e;
+  if (format == BF16) {
+    for (uint i = 0; i < 4; i++) e.w[i] = f.w[i];
+    return e;
+  }
+  float v[8];
+  if (format == Q4) decode8<Q4>(f.w, 0, v);
+  else if (format == Q8) decode8<Q8>(f.w, 0, v);
+  else decode8<F32>(f.w, 0, v);
+  if (format != F32)
+    for (uint i = 0; i < 8; i++) v[i] = fma(f.scale, v[i], f.bias);
+  for (uint i = 0; i < 4; i++) e.w[i] = pack2(v[2 * i], v[2 * i + 1]);
   return e;
 }
 

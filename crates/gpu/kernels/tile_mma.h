@@ -24,14 +24,14 @@ FN void multiply(float (&d)[4], const uint (&a)[4], uint b0, uint b1)
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <uint M, uint N, class W, class A, class B, class E>
+template <uint M, uint N, uint F, class A, class B, class E>
 FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, uint simd)
 {
   // Eight threads a row of 64, sixteen rows at a time.
   constexpr uint ROWS_A = M / 16, ROWS_W = N / 16, TILES = N / 32, BUFFER = TILE_BUFFER(M, N);
   const uint row = tid / 8, at = tid % 8 * 8;
   const bf16 *x[ROWS_A];
-  W rows[ROWS_W];
+  Cursor<F> rows[ROWS_W];
 #pragma unroll
   for (uint i = 0; i < ROWS_A; i++) x[i] = row_of(a, row + 16 * i);
 #pragma unroll

@@ -3,7 +3,7 @@
 #define TILE_STRIDE 34u
 #define TILE_WORDS(M, N) ((M) * ((N) + 4) > ((M) + (N)) * 17 ? (M) * ((N) + 4) : ((M) + (N)) * 17)
 
-template <uint M, uint N, class W, class A, class B, class E>
+template <uint M, uint N, uint F, class A, class B, class E>
 FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, uint simd)
 {
   float acc[M * N / 128];
@@ -15,7 +15,7 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
       Eight v = zero_eight();
       if (k < cols && row < M) v = load_eight(row_of(a, row), k);
       if (k < cols && row >= M) {
-        W cursor;
+        Cursor<F> cursor;
         open_row(cursor, w, row - M);
         v = unpack(cursor, fetch(cursor, k));
       }

@@ -6,12 +6,12 @@
 #define TILE_STRIDE 40u   // elements from row to row: 32 and a pad that spreads rows over banks
 #define TILE_WORDS(M, N) ((M) * ((N) + 4) > ((M) + (N)) * 20 ? (M) * ((N) + 4) : ((M) + (N)) * 20)
 
-template <uint M, uint N, class W, class A, class B, class E>
+template <uint M, uint N, uint F, class A, class B, class E>
 FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, uint simd)
 {
   const uint row = tid / 4, at = tid % 4 * 8;
   const DEVICE bf16 *x = row_of(a, row);
-  W rows[N / 32];
+  Cursor<F> rows[N / 32];
   for (uint j = 0; j < N / 32; j++) open_row(rows[j], w, row + 32 * j);
   TG uint *to_a = mem + row * (TILE_STRIDE / 2) + at / 2;
   TG uint *to_w = to_a + M * (TILE_STRIDE / 2);

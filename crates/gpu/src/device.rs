@@ -68,11 +68,13 @@ impl Device for GpuDevice {
 
     fn evaluate(&self, case: &Case) -> Result<CaseOutputs, PrepareError> {
         let mut driver = (self.open)().map_err(|e| PrepareError::Invalid(e.to_string()))?;
-        evaluate(&mut *driver, &self.tuning, case).map(|(outputs, _)| outputs).map_err(|e| match e {
-            EvaluateError::Unsupported(operations) => {
-                PrepareError::Unsupported { device: self.name(), operations }
-            }
-            e => PrepareError::Invalid(e.to_string()),
-        })
+        evaluate(&mut *driver, &self.tuning, case).map(|(outputs, _)| outputs).map_err(
+            |e| match e {
+                EvaluateError::Unsupported(operations) => {
+                    PrepareError::Unsupported { device: self.name(), operations }
+                }
+                e => PrepareError::Invalid(e.to_string()),
+            },
+        )
     }
 }

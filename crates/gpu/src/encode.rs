@@ -21,9 +21,9 @@ pub struct Bound<'a> {
     pub weights: &'a [DeviceWeight],
     /// Work space for what is no value of the plan.
     pub scratch: &'a mut Scratch,
-    /// Tables of the expert ids that were sorted so far: the experts' in- and out-projections share them. Tables that the
+    /// Tables of the expert ids that were sorted last: the experts' in- and out-projections share them. Tables that the
     /// host makes are put here before.
-    pub routes: Vec<(ValueId, Routes)>,
+    pub routes: Option<(ValueId, Routes)>,
 }
 
 impl Bound<'_> {
@@ -54,12 +54,12 @@ impl Bound<'_> {
         if moe::few(rows) {
             return None;
         }
-        if let Some((_, routes)) = self.routes.iter().find(|(id, _)| *id == ids) {
-            return Some(*routes);
+        if let Some((_, routes)) = self.routes.filter(|(id, _)| *id == ids) {
+            return Some(routes);
         }
         let entries = rows * self.width(ids);
         let routes = route::route(r, c, self.scratch, self.value(ids), entries, experts);
-        self.routes.push((ids, routes));
+        self.routes = Some((ids, routes));
         Some(routes)
     }
 

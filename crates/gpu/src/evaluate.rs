@@ -93,13 +93,8 @@ pub fn evaluate(
     let context = Context { profile: &profile, tuning, shape: &shape, step, tables };
     let mut recorder = Recorder { op: case.op().name(), ..Recorder::default() };
     let mut scratch = Scratch::default();
-    let mut bound = Bound {
-        plan,
-        values: &values,
-        weights: &weights,
-        scratch: &mut scratch,
-        routes: Vec::new(),
-    };
+    let mut bound =
+        Bound { plan, values: &values, weights: &weights, scratch: &mut scratch, routes: None };
     encode::op(&mut recorder, &context, &mut bound, case.op())
         .map_err(EvaluateError::Unsupported)?;
     let mut list = recorder.finish(tuning.concurrent);

@@ -8,6 +8,8 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod chains;
+pub mod device;
 pub mod driver;
 pub mod encode;
 pub mod evaluate;
@@ -17,12 +19,15 @@ pub mod list;
 pub mod memory;
 pub mod null;
 pub mod profile;
+pub mod program;
+pub mod report;
 pub mod scratch;
 pub mod text;
 pub mod tuning;
 pub mod upload;
 pub mod values;
 
+pub use device::GpuDevice;
 pub use driver::{Buffer, Driver, DriverError, Pipeline, Placement, Submission, Timing};
 pub use kernels::common::{Context, DeviceWeight, Matrix, StepShape, Tables};
 pub use list::{Access, Binding, CommandList, Dispatch, Operand, Recorder};

@@ -40,7 +40,7 @@ fn report(recording: &Recording, rows: usize, context: usize) -> Result<StepRepo
     let pages = context.div_ceil(PAGE_TOKENS).max(1);
     let limits = Limits { pages, ..Limits::new(1, context, rows) };
     let shape = StepShape { segments: vec![rows as u32], outputs: 1, context: context as u32 };
-    let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true, holds: false } };
+    let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
     let (list, scratch) = recording.record_virtual(&limits, &kind)?;
     let mut report = StepReport {
         dispatches: list.dispatches.len(),

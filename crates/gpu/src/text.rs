@@ -106,6 +106,8 @@ const PLATFORMS: [(&str, &str); 4] = [
 /// The kernel files, in the order they stand in a text.
 pub const FILES: &[(&str, &str)] = &[
     kernel_file!("common.metal"),
+    kernel_file!("gemv.metal"),
+    kernel_file!("elementwise.metal"),
     kernel_file!("tile_load.metal"),
     kernel_file!("tile_simdgroup.h"),
     kernel_file!("tile_mpp.h"),
@@ -122,8 +124,8 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("attention_prefill.metal"),
     kernel_file!("delta.metal"),
     kernel_file!("delta_scan.metal"),
-    kernel_file!("gemv.metal"),
-    kernel_file!("elementwise.metal"),
+    kernel_file!("sample.metal"),
+    kernel_file!("sample_pick.metal"),
 ];
 
 /// The platform header of that file name, for checks that bring their own driver of the text.

@@ -111,6 +111,11 @@ impl TokenMask {
         Self(words)
     }
 
+    /// A bit an id, lowest first.
+    pub fn words(&self) -> &[u64] {
+        &self.0
+    }
+
     /// Whether `id` is in the set.
     pub fn contains(&self, id: u32) -> bool {
         let word = self.0.get(id as usize / 64).copied().unwrap_or(0);

@@ -3,16 +3,13 @@
 use std::collections::BTreeMap;
 
 use lily_gpu::Tuning;
-use lily_gpu::evaluate::{EvaluateError, evaluate};
+use lily_gpu::evaluate::evaluate;
 use lily_gpu::values::elements;
 use lily_ops::{
     Activation, Case, CaseOutputs, CaseWeight, ElementType, HostTensor, Op, SlotState, Tolerance,
     WeightFormat,
 };
 use lily_softgpu::{Options, SoftDriver};
-
-/// Operations without kernels so far. Whoever adds kernels takes their names away.
-const WITHOUT: &[&str] = &[];
 
 /// The case as a GPU takes it: activations are never quantized, inputs and caches are bf16 where it
 /// keeps them so.
@@ -125,9 +122,6 @@ fn every_case_on_the_host() {
     let mut failures = Vec::new();
     for case in Op::all_cases().iter().filter(|c| c.name.contains(&only)) {
         let name = case.op().name();
-        if WITHOUT.contains(&name) {
-            continue;
-        }
         *counts.entry(name).or_default() += 1;
         failures.extend(check(case, &Tuning::default()).err());
     }
@@ -138,13 +132,4 @@ fn every_case_on_the_host() {
         failures.len(),
         failures[..failures.len().min(20)].join("\n")
     );
-}
-
-#[test]
-fn what_has_no_kernel_is_said() {
-    for case in Op::all_cases().iter().filter(|c| WITHOUT.contains(&c.op().name())) {
-        let mut driver = SoftDriver::new(Options::default());
-        let e = evaluate(&mut driver, &Tuning::default(), &for_gpu(case)).expect_err("no kernel");
-        assert!(matches!(e, EvaluateError::Unsupported(_)), "{e}");
-    }
 }

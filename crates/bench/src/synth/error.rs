@@ -34,6 +34,17 @@ pub enum SynthError {
         /// Bytes free.
         free: u64,
     },
+    /// The system's limit on the size of a file is smaller than a file of the checkpoint: to write
+    /// beyond it would end the program (`SIGXFSZ`).
+    #[error(
+        "a file of {need} bytes is needed, and files may have {limit} here; raise the limit (`ulimit -f unlimited`), or write fewer layers"
+    )]
+    FileLimit {
+        /// Bytes of the largest file.
+        need: u64,
+        /// Bytes that a file may have.
+        limit: u64,
+    },
     /// The skew is not a number from 0 to 10.
     #[error("the router skew is {0}; it must lie between 0 (even) and 10")]
     Skew(f64),

@@ -88,9 +88,11 @@ impl Synth {
         let total: u64 = tensors.iter().map(|t| t.bytes).sum();
         prepare_folder(out)?;
         check_space(out, total + SPARE_BYTES)?;
+        let shards = split(&tensors, self.shard_bytes);
+        let largest = shards.iter().map(|shard| shard.iter().map(|t| t.bytes).sum()).max();
+        check_file_limit(largest.unwrap_or(0) + SPARE_BYTES, file_limit())?;
         self.write_config_files(out)?;
 
-        let shards = split(&tensors, self.shard_bytes);
         let mut written = Written { files: Vec::new(), tensors: tensors.len(), bytes: total };
         let mut weight_map = BTreeMap::new();
         let mut done = 0;
@@ -195,6 +197,24 @@ fn check_space(_: &Path, _: u64) -> Result<(), SynthError> {
     Ok(())
 }
 
+/// Most bytes of a file that the system lets this process write.
+#[cfg(unix)]
+fn file_limit() -> Option<u64> {
+    rustix::process::getrlimit(rustix::process::Resource::Fsize).current
+}
+
+#[cfg(not(unix))]
+fn file_limit() -> Option<u64> {
+    None
+}
+
+fn check_file_limit(need: u64, limit: Option<u64>) -> Result<(), SynthError> {
+    match limit {
+        Some(limit) if limit < need => Err(SynthError::FileLimit { need, limit }),
+        _ => Ok(()),
+    }
+}
+
 fn write_json(path: &Path, value: &Value) -> Result<(), SynthError> {
     let text = format!("{value:#}\n");
     fs::write(path, text).map_err(|source| SynthError::Io { path: path.to_path_buf(), source })
@@ -225,6 +245,13 @@ mod tests {
         assert_eq!(tensors.len(), 1757);
         assert_eq!(tensors.iter().map(|t| t.bytes).sum::<u64>(), 19_508_787_456);
         assert_eq!(split(&tensors, SHARD_BYTES).len(), 4);
+    }
+
+    #[test]
+    fn a_limit_on_the_size_of_files_is_told() {
+        assert!(check_file_limit(100, None).is_ok() && check_file_limit(100, Some(100)).is_ok());
+        let text = check_file_limit(100, Some(99)).unwrap_err().to_string();
+        assert!(text.contains("100 bytes") && text.contains("ulimit -f"), "{text}");
     }
 
     #[test]

@@ -100,9 +100,10 @@ impl Conversation {
         let mut loaded = Self::default();
         for (index, message) in messages.iter().enumerate() {
             let bad = |what: &str| Err(format!("messages[{index}]: {what}"));
-            let Some(content) = message["content"].as_str() else {
+            let Some(content) = content(message) else {
                 return bad("its content is not a text");
             };
+            let content = content.as_str();
             let turn = if loaded.messages.len().is_multiple_of(2) { "user" } else { "assistant" };
             match message["role"].as_str() {
                 Some("system") if index == 0 => loaded.set_system(content),
@@ -131,6 +132,19 @@ impl Conversation {
     }
 }
 
+/// The text of a message as other programs save it: a text, parts of text, or, of an assistant that only
+/// thought, null.
+fn content(message: &Value) -> Option<String> {
+    match &message["content"] {
+        Value::String(text) => Some(text.clone()),
+        Value::Null if message["role"] == "assistant" => Some(String::new()),
+        Value::Array(parts) => {
+            parts.iter().map(|part| part.as_str().or_else(|| part["text"].as_str())).collect()
+        }
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -151,6 +165,14 @@ mod tests {
         // OpenAI's bare list is as good.
         fs::write(&path, json!(talk.messages()).to_string()).unwrap();
         assert_eq!(Conversation::load(&path).unwrap(), talk);
+        let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
+        fs::write(
+            &path,
+            json!([{"role": "user", "content": parts}, {"role": "assistant", "content": null}])
+                .to_string(),
+        )
+        .unwrap();
+        assert_eq!(Conversation::load(&path).unwrap().messages()[0]["content"], "ab");
         talk.clear();
         assert_eq!(talk.messages().len(), 1);
         let error = talk.save(&dir.path().join("no/such"), "m").unwrap_err().to_string();
@@ -172,6 +194,7 @@ mod tests {
             (r#"{"format":"lily-chat-9","messages":[]}"#, "another format"),
             ("[7]", "messages[0]: its content"),
             (r#"[{"role":"user","content":null}]"#, "messages[0]: its content"),
+            (r#"[{"role":"user","content":[{"type":"image"}]}]"#, "messages[0]: its content"),
             (r#"[{"role":"tool","content":"x"}]"#, "messages[0]: its role"),
             (r#"[{"content":"x"}]"#, "messages[0]: its role"),
             (r#"[{"role":"assistant","content":"x"}]"#, "messages[0]: it is the turn of the user"),

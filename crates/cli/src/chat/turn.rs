@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use lily_chat::{ChatTemplate, RenderInput, Tokenizer};
+use lily_chat::{ChatError, ChatTemplate, RenderInput, Tokenizer};
 use lily_engine::{
     Cancel, Engine, EngineError, FinishReason, GenerateParams, Generated, Reuse, Session, Timings,
 };
@@ -60,7 +60,8 @@ impl<'a> Talk<'a> {
         let defaults = opened.defaults()?;
         let mut sample = args.sampling.params(&defaults);
         sample.mask = Some(opened.named_tokens(&tokenizer));
-        let mut engine = opened.engine(&args.compute, context)?;
+        opened.check_sampling(&sample)?;
+        let mut engine = opened.engine_with_checkpoints(&args.compute, context)?;
         let session = engine.open_session()?;
         let max_tokens = args.max_tokens.unwrap_or(usize::MAX);
         Ok(Self {
@@ -92,7 +93,7 @@ impl<'a> Talk<'a> {
     /// Tokens of a conversation. One without a question is not rendered: templates refuse it.
     pub fn tokens(&self, conversation: &Conversation) -> anyhow::Result<usize> {
         match conversation.messages().iter().any(|m| m["role"] == "user") {
-            true => Ok(self.encode(conversation.messages(), false)?.len()),
+            true => Ok(self.encode(conversation.messages(), false, usize::MAX)?.len()),
             false => Ok(0),
         }
     }
@@ -101,9 +102,6 @@ impl<'a> Talk<'a> {
     /// ended before it began.
     pub fn answer(&mut self, question: &str, interrupts: &Interrupts) -> anyhow::Result<()> {
         let prompt = self.prompt(question)?;
-        if prompt.ids.len() >= self.context() {
-            return Err(self.too_long(prompt.ids.len()));
-        }
         let cancel = interrupts.answering();
         let Some((reuse, kept, before)) = self.read(&prompt, cancel.flag())? else {
             note_dimmed("interrupted; the message is taken back");
@@ -153,20 +151,34 @@ impl<'a> Talk<'a> {
         ]
     }
 
-    fn encode(&self, messages: Vec<serde_json::Value>, answer: bool) -> anyhow::Result<Vec<u32>> {
+    /// The prompt, if it has up to `limit` tokens. Messages that the template refuses as they are (a loaded
+    /// conversation may hold such) are rendered by the rules of [`lily_chat::tolerance`].
+    fn encode(
+        &self,
+        messages: Vec<serde_json::Value>,
+        answer: bool,
+        limit: usize,
+    ) -> Result<Vec<u32>, ChatError> {
         let input = RenderInput {
             messages,
             add_generation_prompt: answer,
             enable_thinking: (!self.think).then_some(false),
             ..RenderInput::default()
         };
-        Ok(self.tokenizer.encode_rendered(&self.template.render(&input)?)?)
+        self.tokenizer.encode_rendered_within(&self.template.render_tolerant(&input)?.text, limit)
     }
 
     fn prompt(&self, question: &str) -> anyhow::Result<Prompt> {
         let messages = self.conversation.messages_with(question);
-        let ids = self.encode(messages.clone(), true)?;
-        let stable = self.encode(messages, false)?;
+        // What is a little too long is told with its figure; what is far too long costs no more work.
+        let ids = match self.encode(messages.clone(), true, 2 * self.context()) {
+            Err(ChatError::TooLong { limit, .. }) => return Err(self.too_long(limit, "more than ")),
+            other => other?,
+        };
+        if ids.len() >= self.context() {
+            return Err(self.too_long(ids.len(), ""));
+        }
+        let stable = self.encode(messages, false, usize::MAX)?;
         let stable = if ids.starts_with(&stable) { stable.len() } else { 0 };
         Ok(Prompt { ids, stable })
     }
@@ -241,15 +253,15 @@ impl<'a> Talk<'a> {
         note_dimmed(&format!("{when}: {why}{fate}"));
     }
 
-    fn too_long(&self, tokens: usize) -> anyhow::Error {
+    fn too_long(&self, tokens: usize, more: &str) -> anyhow::Error {
         let context = self.context();
         let what = match self.conversation.messages().iter().any(|m| m["role"] == "user") {
             true => format!(
-                "with this message the conversation has {tokens} tokens, the context holds {context} with the \
+                "with this message the conversation has {more}{tokens} tokens, the context holds {context} with the \
                  answer; the message is taken back and nothing else is lost"
             ),
             false => format!(
-                "the message has {tokens} tokens, the context holds {context} with the answer"
+                "the message has {more}{tokens} tokens, the context holds {context} with the answer"
             ),
         };
         let hint = match self.interactive {

@@ -2,11 +2,28 @@
 
 use std::fs;
 
-/// The processor's name.
+/// The processor's name, or else the board's: Linux names no Arm processor.
+#[cfg(not(target_os = "macos"))]
 pub fn processor() -> Option<String> {
-    let text = fs::read_to_string("/proc/cpuinfo").ok()?;
-    let line = text.lines().find(|l| l.starts_with("model name"))?;
-    Some(line.split_once(':')?.1.trim().to_owned())
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = text.lines().find(|l| l.starts_with("model name"));
+    let name = line.and_then(|l| Some(l.split_once(':')?.1.to_owned()));
+    let name = name.or_else(|| fs::read_to_string("/proc/device-tree/model").ok());
+    name.map(|name| name.trim_matches([' ', '\t', '\0']).to_owned())
+}
+
+/// The processor's name.
+#[cfg(target_os = "macos")]
+pub fn processor() -> Option<String> {
+    sysctl("machdep.cpu.brand_string")
+}
+
+/// A variable of the macOS kernel.
+#[cfg(target_os = "macos")]
+fn sysctl(name: &str) -> Option<String> {
+    let output = std::process::Command::new("/usr/sbin/sysctl").args(["-n", name]).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    (output.status.success() && !text.trim().is_empty()).then(|| text.trim().to_owned())
 }
 
 /// Cores of the machine that are switched on.

@@ -374,12 +374,9 @@ impl Program for CpuProgram {
         Ok(())
     }
 
-    fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
+    fn begin_answer(&mut self, slot: SlotId, answered: &[u32]) -> Result<(), StepError> {
         self.slots.get(slot)?;
-        let live = self.slots.live_mut(slot);
-        live.generated = 0;
-        live.counts.clear();
-        live.undo = None;
+        self.slots.live_mut(slot).begin_answer(answered);
         Ok(())
     }
 

@@ -50,6 +50,16 @@ impl Slot {
         self.undo = Some(Undo { last_sampled, generated, sampled: None });
     }
 
+    /// Makes the sampler that of an answer with these tokens.
+    pub fn begin_answer(&mut self, answered: &[u32]) {
+        self.undo = None;
+        self.generated = answered.len() as u64;
+        self.counts.clear();
+        for id in answered {
+            *self.counts.entry(*id).or_default() += 1;
+        }
+    }
+
     /// Notes a sampled token.
     pub fn sampled(&mut self, id: u32) {
         self.last_sampled = Some(id);

@@ -40,18 +40,22 @@ pub enum IsaKind {
     Avx2,
     /// Plain Rust, on every machine.
     Portable,
+    /// AArch64 Advanced SIMD with the dot-product instructions (every Apple M, Armv8.2 and later).
+    NeonDotprod,
     /// AArch64 Advanced SIMD.
     Neon,
 }
 
 impl IsaKind {
-    const ALL: [Self; 4] = [Self::Avx512Vnni, Self::Avx2, Self::Neon, Self::Portable];
+    const ALL: [Self; 5] =
+        [Self::Avx512Vnni, Self::Avx2, Self::NeonDotprod, Self::Neon, Self::Portable];
 
     fn name(self) -> &'static str {
         match self {
             Self::Avx512Vnni => "avx512vnni",
             Self::Avx2 => "avx2",
             Self::Portable => "portable",
+            Self::NeonDotprod => "neon-dotprod",
             Self::Neon => "neon",
         }
     }
@@ -68,6 +72,8 @@ impl IsaKind {
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonDotprod => std::arch::is_aarch64_feature_detected!("dotprod"),
             Self::Neon => cfg!(target_arch = "aarch64"),
             Self::Portable => true,
             #[allow(unreachable_patterns)]
@@ -361,11 +367,18 @@ macro_rules! simd_entry {
             unsafe { $kernel::<$crate::simd::Avx2>($($arg),*) }
         }
         #[cfg(target_arch = "aarch64")]
+        #[target_feature(enable = "neon,dotprod")]
+        #[allow(clippy::too_many_arguments)]
+        unsafe fn neon_dotprod($($arg: $ty),*) $(-> $ret)? {
+            // SAFETY: the features are enabled here; the rest is passed on to the caller.
+            unsafe { $kernel::<$crate::simd::Neon<true>>($($arg),*) }
+        }
+        #[cfg(target_arch = "aarch64")]
         #[target_feature(enable = "neon")]
         #[allow(clippy::too_many_arguments)]
         unsafe fn neon($($arg: $ty),*) $(-> $ret)? {
             // SAFETY: the feature is enabled here; the rest is passed on to the caller.
-            unsafe { $kernel::<$crate::simd::Neon>($($arg),*) }
+            unsafe { $kernel::<$crate::simd::Neon<false>>($($arg),*) }
         }
         #[allow(clippy::too_many_arguments)]
         unsafe fn portable($($arg: $ty),*) $(-> $ret)? {
@@ -379,6 +392,8 @@ macro_rules! simd_entry {
             $crate::simd::IsaKind::Avx512Vnni => avx512($($arg),*),
             #[cfg(target_arch = "x86_64")]
             $crate::simd::IsaKind::Avx2 => avx2($($arg),*),
+            #[cfg(target_arch = "aarch64")]
+            $crate::simd::IsaKind::NeonDotprod => neon_dotprod($($arg),*),
             #[cfg(target_arch = "aarch64")]
             $crate::simd::IsaKind::Neon => neon($($arg),*),
             _ => portable($($arg),*),
@@ -400,36 +415,3 @@ macro_rules! simd_methods {
     };
 }
 pub(crate) use simd_methods;
-
-/// [`Simd::group_dots`] for one output lane at a time; LLVM turns the inner loops into vectors.
-#[inline(always)]
-#[allow(dead_code)]
-unsafe fn group_dots_plain<const P: usize, const R: usize>(
-    panel: *const u8,
-    x: &[*const i8; R],
-) -> [[i32; 16]; R] {
-    let mut dots = [[0i32; 16]; R];
-    for step in 0..8 * P {
-        let (plane, word) = (step / 8, step % 8);
-        if plane > 0 && word == 0 {
-            dots.as_flattened_mut().iter_mut().for_each(|dot| *dot <<= 7);
-        }
-        // SAFETY: the panel has 8 words of 64 bytes.
-        let packed = unsafe { &*panel.add(64 * word).cast::<[u8; 64]>() };
-        for (dots, &x) in dots.iter_mut().zip(x) {
-            // SAFETY: every row has 64 codes a plane.
-            let (low, high) = unsafe {
-                let x = x.add(64 * plane + 4 * word);
-                (&*x.cast::<[i8; 4]>(), &*x.add(32).cast::<[i8; 4]>())
-            };
-            for (lane, dot) in dots.iter_mut().enumerate() {
-                for byte in 0..4 {
-                    let code = packed[4 * lane + byte];
-                    *dot += i32::from(code & 15) * i32::from(low[byte]);
-                    *dot += i32::from(code >> 4) * i32::from(high[byte]);
-                }
-            }
-        }
-    }
-    dots
-}

@@ -1,12 +1,16 @@
 //! AArch64 Advanced SIMD: four q registers a vector.
+//!
+//! Written for wide cores (Apple's do four 128-bit operations a cycle): products of codes go to
+//! accumulators that do not wait for each other, and no loop leaves the registers.
 
 use std::arch::aarch64::*;
+use std::arch::asm;
 
-use super::{Simd, group_dots_plain, simd_methods};
+use super::{Simd, simd_methods};
 
-/// AArch64 Advanced SIMD.
+/// AArch64 Advanced SIMD, with the dot-product instructions of Armv8.2 if `DOTPROD`.
 #[derive(Clone, Copy, Debug)]
-pub struct Neon;
+pub struct Neon<const DOTPROD: bool>;
 
 type F = [float32x4_t; 4];
 type I = [int32x4_t; 4];
@@ -30,7 +34,61 @@ macro_rules! each {
     };
 }
 
-impl Simd for Neon {
+/// Sixteen bytes, zero-extended.
+#[inline(always)]
+unsafe fn widen(bytes: uint8x16_t) -> I {
+    // SAFETY: register arithmetic; the caller has the instruction set.
+    unsafe {
+        let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
+        widen_u16([low, high])
+    }
+}
+
+/// Sixteen 16-bit words, zero-extended.
+#[inline(always)]
+unsafe fn widen_u16(words: [uint16x8_t; 2]) -> I {
+    // SAFETY: register arithmetic; the caller has the instruction set.
+    unsafe {
+        let [low, high] = words;
+        let words = [
+            vmovl_u16(vget_low_u16(low)),
+            vmovl_high_u16(low),
+            vmovl_u16(vget_low_u16(high)),
+            vmovl_high_u16(high),
+        ];
+        each!(vreinterpretq_s32_u32, words)
+    }
+}
+
+/// The low 16 bits of each lane.
+#[inline(always)]
+unsafe fn narrow(v: I) -> [int16x8_t; 2] {
+    // SAFETY: register arithmetic; the caller has the instruction set.
+    unsafe { [vmovn_high_s32(vmovn_s32(v[0]), v[1]), vmovn_high_s32(vmovn_s32(v[2]), v[3])] }
+}
+
+/// The low halves of two registers if `!HIGH`, else the high ones.
+#[inline(always)]
+unsafe fn halves<const HIGH: bool>(a: int32x4_t, b: int32x4_t) -> int32x4_t {
+    // SAFETY: register shuffles; the caller has the instruction set.
+    unsafe {
+        let (a, b) = (vreinterpretq_s64_s32(a), vreinterpretq_s64_s32(b));
+        vreinterpretq_s32_s64(if HIGH { vtrn2q_s64(a, b) } else { vtrn1q_s64(a, b) })
+    }
+}
+
+/// 4 × 4 transposition of 32-bit words.
+#[inline(always)]
+unsafe fn transpose4(r: [int32x4_t; 4]) -> [int32x4_t; 4] {
+    // SAFETY: register shuffles; the caller has the instruction set.
+    unsafe {
+        let (a, b) = (vtrn1q_s32(r[0], r[1]), vtrn2q_s32(r[0], r[1]));
+        let (c, d) = (vtrn1q_s32(r[2], r[3]), vtrn2q_s32(r[2], r[3]));
+        [halves::<false>(a, c), halves::<false>(b, d), halves::<true>(a, c), halves::<true>(b, d)]
+    }
+}
+
+impl<const DOTPROD: bool> Simd for Neon<DOTPROD> {
     type F32 = F;
     type I32 = I;
     type Mask = M;
@@ -77,11 +135,12 @@ impl Simd for Neon {
         fn eq(a: F, b: F) -> M { each!(vceqq_f32, a, b) }
         fn select(mask: M, a: F, b: F) -> F { each!(vbslq_f32, mask, a, b) }
         fn mask_bits(mask: M) -> u32 {
-            let mut lanes = [0u32; 16];
-            for q in 0..4 {
-                vst1q_u32(lanes.as_mut_ptr().add(4 * q), mask[q]);
-            }
-            lanes.iter().enumerate().fold(0, |bits, (i, &lane)| bits | ((lane & 1) << i))
+            let lanes = [1u32, 2, 4, 8];
+            let weights = vld1q_u32(lanes.as_ptr());
+            let nibbles = each!(vandq_u32, mask, [weights; 4]);
+            let low = vorrq_u32(nibbles[0], vshlq_n_u32::<4>(nibbles[1]));
+            let high = vorrq_u32(nibbles[2], vshlq_n_u32::<4>(nibbles[3]));
+            vaddvq_u32(vorrq_u32(low, vshlq_n_u32::<8>(high)))
         }
         fn reduce_add(v: F) -> f32 {
             let v = vaddq_f32(vaddq_f32(v[0], v[2]), vaddq_f32(v[1], v[3]));
@@ -97,11 +156,26 @@ impl Simd for Neon {
             vgetq_lane_f32::<0>(v[0])
         }
         fn reduce16(vs: [F; 16]) -> F {
-            let mut sums = [0.0f32; 16];
+            let mut sums = [vdupq_n_s32(0); 16];
             for j in 0..16 {
-                sums[j] = Self::reduce_add(vs[j]);
+                let v = vs[j];
+                let v = vaddq_f32(vaddq_f32(v[0], v[2]), vaddq_f32(v[1], v[3]));
+                sums[j] = vreinterpretq_s32_f32(v);
             }
-            Self::load(sums.as_ptr())
+            // Two vectors in one, their lanes i and i + 2 added.
+            macro_rules! pair {
+                ($j:expr) => {{
+                    let low = halves::<false>(sums[$j], sums[$j + 1]);
+                    let high = halves::<true>(sums[$j], sums[$j + 1]);
+                    vaddq_f32(vreinterpretq_f32_s32(low), vreinterpretq_f32_s32(high))
+                }};
+            }
+            macro_rules! four {
+                ($j:expr) => {
+                    vpaddq_f32(pair!($j), pair!($j + 2))
+                };
+            }
+            [four!(0), four!(4), four!(8), four!(12)]
         }
         fn splat_i32(x: i32) -> I { [vdupq_n_s32(x); 4] }
         fn add_i32(a: I, b: I) -> I { each!(vaddq_s32, a, b) }
@@ -141,69 +215,47 @@ impl Simd for Neon {
             Self::load_i32(lanes.as_ptr())
         }
         fn store_i32(dst: *mut u8, v: I) {
-            let bytes = each!(vreinterpretq_u8_s32, v);
-            for q in 0..4 {
-                vst1q_u8(dst.add(16 * q), bytes[q]);
+            for (q, v) in v.into_iter().enumerate() {
+                vst1q_u8(dst.add(16 * q), vreinterpretq_u8_s32(v));
             }
         }
-        fn load_u8(src: *const u8) -> I {
-            let bytes = vld1q_u8(src);
-            let (low, high) = (vmovl_u8(vget_low_u8(bytes)), vmovl_u8(vget_high_u8(bytes)));
-            let words = [
-                vmovl_u16(vget_low_u16(low)),
-                vmovl_u16(vget_high_u16(low)),
-                vmovl_u16(vget_low_u16(high)),
-                vmovl_u16(vget_high_u16(high)),
-            ];
-            each!(vreinterpretq_s32_u32, words)
-        }
+        fn load_u8(src: *const u8) -> I { widen(vld1q_u8(src)) }
         fn load_u4(src: *const u8) -> I {
             let bytes = vld1_u8(src);
             let low = vand_u8(bytes, vdup_n_u8(15));
             let high = vshr_n_u8::<4>(bytes);
-            let nibbles = vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high));
-            let mut codes = [0u8; 16];
-            vst1q_u8(codes.as_mut_ptr(), nibbles);
-            Self::load_u8(codes.as_ptr())
+            widen(vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high)))
         }
         fn load_u16(src: *const u8) -> I {
-            let low = vreinterpretq_u16_u8(vld1q_u8(src));
-            let high = vreinterpretq_u16_u8(vld1q_u8(src.add(16)));
-            let words = [
-                vmovl_u16(vget_low_u16(low)),
-                vmovl_u16(vget_high_u16(low)),
-                vmovl_u16(vget_low_u16(high)),
-                vmovl_u16(vget_high_u16(high)),
-            ];
-            each!(vreinterpretq_s32_u32, words)
+            let bytes = [vld1q_u8(src), vld1q_u8(src.add(16))];
+            widen_u16(bytes.map(|b| vreinterpretq_u16_u8(b)))
         }
         fn store_i8(dst: *mut i8, v: I) {
-            let low = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
-            let high = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
-            vst1q_s8(dst, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+            let [low, high] = narrow(v);
+            vst1q_s8(dst, vmovn_high_s16(vmovn_s16(low), high));
         }
         fn store_u16(dst: *mut u16, v: I) {
-            let low = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
-            let high = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
+            let [low, high] = narrow(v);
             vst1q_u8(dst.cast(), vreinterpretq_u8_s16(low));
             vst1q_u8(dst.cast::<u8>().add(16), vreinterpretq_u8_s16(high));
         }
         fn transpose16(rows: [I; 16]) -> [I; 16] {
-            let mut words = [[0i32; 16]; 16];
-            for i in 0..16 {
-                Self::store_i32(words[i].as_mut_ptr().cast(), rows[i]);
-            }
             let mut columns = [Self::splat_i32(0); 16];
-            for j in 0..16 {
-                let mut column = [0i32; 16];
-                for i in 0..16 {
-                    column[i] = words[i][j];
+            for i in 0..4 {
+                let rows = [rows[4 * i], rows[4 * i + 1], rows[4 * i + 2], rows[4 * i + 3]];
+                for q in 0..4 {
+                    let block = transpose4([rows[0][q], rows[1][q], rows[2][q], rows[3][q]]);
+                    for j in 0..4 {
+                        columns[4 * q + j][i] = block[j];
+                    }
                 }
-                columns[j] = Self::load_i32(column.as_ptr().cast());
             }
             columns
         }
-        fn prefetch(_src: *const u8) {}
+        // The intrinsic is unstable.
+        fn prefetch(src: *const u8) {
+            asm!("prfm pldl2keep, [{}]", in(reg) src, options(readonly, nostack, preserves_flags));
+        }
     }
 
     #[inline(always)]
@@ -212,8 +264,162 @@ impl Simd for Neon {
         x: &[*const i8; R],
     ) -> [I; R] {
         // SAFETY: same contract.
-        let dots = unsafe { group_dots_plain::<P, R>(panel, x) };
-        // SAFETY: each array has sixteen words.
-        dots.map(|lanes| unsafe { Self::load_i32(lanes.as_ptr().cast()) })
+        unsafe {
+            let mut dots = [Self::splat_i32(0); R];
+            if DOTPROD && P * R <= 4 {
+                // The accumulators of all planes fit: each nibble is unpacked once.
+                for sums in dotprod::<P, R>(panel, x, 0) {
+                    add_plane(&mut dots, sums);
+                }
+            } else {
+                for plane in 0..P {
+                    let sums = if DOTPROD {
+                        let [sums] = dotprod::<1, R>(panel, x, plane);
+                        sums
+                    } else {
+                        widening::<R>(panel, x, plane)
+                    };
+                    add_plane(&mut dots, sums);
+                }
+            }
+            dots
+        }
+    }
+}
+
+/// `128 * dots + sums`.
+#[inline(always)]
+unsafe fn add_plane<const R: usize>(dots: &mut [I; R], sums: [I; R]) {
+    for r in 0..R {
+        for q in 0..4 {
+            // SAFETY: register arithmetic; the caller has the instruction set.
+            dots[r][q] = unsafe { vaddq_s32(vshlq_n_s32::<7>(dots[r][q]), sums[r][q]) };
+        }
+    }
+}
+
+/// Adds to each lane of `sum` the product of its four weights and of word `WORD` of the codes.
+///
+/// In assembly because the intrinsic is unstable.
+#[inline(always)]
+unsafe fn sdot<const WORD: usize>(
+    sum: int32x4_t,
+    weights: uint8x16_t,
+    codes: int8x16_t,
+) -> int32x4_t {
+    let mut sum = sum;
+    // SAFETY: register arithmetic; the caller has the dot-product instructions. Weights are nibbles:
+    // as signed bytes they are the same numbers.
+    unsafe {
+        asm!(
+            "sdot {sum:v}.4s, {weights:v}.16b, {codes:v}.4b[{word}]",
+            sum = inout(vreg) sum,
+            weights = in(vreg) weights,
+            codes = in(vreg) codes,
+            word = const WORD,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    sum
+}
+
+/// Dot products of `P` planes from plane `first` on, by `sdot`.
+///
+/// # Safety
+/// The machine has the dot-product instructions; the rest as for [`Simd::group_dots`].
+#[inline(always)]
+unsafe fn dotprod<const P: usize, const R: usize>(
+    panel: *const u8,
+    x: &[*const i8; R],
+    first: usize,
+) -> [[I; R]; P] {
+    // SAFETY: 512 panel bytes and 64 codes a plane, by the caller's promise.
+    unsafe {
+        let zero = vdupq_n_s32(0);
+        // Four accumulators a plane and row; eight where four would wait for the latency of sdot.
+        let mut low_sums = [[[zero; 4]; R]; P];
+        let mut high_sums = [[[zero; 4]; R]; P];
+        let mut low_codes = [[vdupq_n_s8(0); R]; P];
+        let mut high_codes = low_codes;
+        macro_rules! multiply {
+            ($packed:expr, $word:literal) => {
+                for q in 0..4 {
+                    let packed = vld1q_u8($packed.add(64 * $word + 16 * q));
+                    let low = vandq_u8(packed, vdupq_n_u8(15));
+                    for p in 0..P {
+                        for r in 0..R {
+                            let sum = &mut low_sums[p][r][q];
+                            *sum = sdot::<$word>(*sum, low, low_codes[p][r]);
+                        }
+                    }
+                    let high = vshrq_n_u8::<4>(packed);
+                    let sums = if P * R <= 2 { &mut high_sums } else { &mut low_sums };
+                    for p in 0..P {
+                        for r in 0..R {
+                            let sum = &mut sums[p][r][q];
+                            *sum = sdot::<$word>(*sum, high, high_codes[p][r]);
+                        }
+                    }
+                }
+            };
+        }
+        for half in 0..2 {
+            for p in 0..P {
+                for r in 0..R {
+                    let codes = x[r].add(64 * (first + p) + 16 * half);
+                    low_codes[p][r] = vld1q_s8(codes);
+                    high_codes[p][r] = vld1q_s8(codes.add(32));
+                }
+            }
+            let packed = panel.add(256 * half);
+            multiply!(packed, 0);
+            multiply!(packed, 1);
+            multiply!(packed, 2);
+            multiply!(packed, 3);
+        }
+        for p in 0..P {
+            for r in 0..R {
+                low_sums[p][r] = each!(vaddq_s32, low_sums[p][r], high_sums[p][r]);
+            }
+        }
+        low_sums
+    }
+}
+
+/// Dot products of one plane by products of 16 bits: an accumulator's lane takes 16 products of at
+/// most 15 * 128 each, which fit.
+///
+/// # Safety
+/// As for [`Simd::group_dots`].
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn widening<const R: usize>(panel: *const u8, x: &[*const i8; R], plane: usize) -> [I; R] {
+    // SAFETY: 512 panel bytes and 64 codes a plane, by the caller's promise.
+    unsafe {
+        let mut dots = [[vdupq_n_s32(0); 4]; R];
+        for q in 0..4 {
+            // Outputs 4q and 4q + 1, and the two after them: four lanes each.
+            let mut first = [vdupq_n_s16(0); R];
+            let mut second = [vdupq_n_s16(0); R];
+            for word in 0..8 {
+                let packed = vld1q_u8(panel.add(64 * word + 16 * q));
+                let low = vreinterpretq_s8_u8(vandq_u8(packed, vdupq_n_u8(15)));
+                let high = vreinterpretq_s8_u8(vshrq_n_u8::<4>(packed));
+                for r in 0..R {
+                    let codes = x[r].add(64 * plane + 4 * word).cast::<i32>();
+                    let low_codes = vreinterpretq_s8_s32(vdupq_n_s32(codes.read_unaligned()));
+                    let high_codes =
+                        vreinterpretq_s8_s32(vdupq_n_s32(codes.add(8).read_unaligned()));
+                    first[r] = vmlal_s8(first[r], vget_low_s8(low), vget_low_s8(low_codes));
+                    first[r] = vmlal_s8(first[r], vget_low_s8(high), vget_low_s8(high_codes));
+                    second[r] = vmlal_high_s8(second[r], low, low_codes);
+                    second[r] = vmlal_high_s8(second[r], high, high_codes);
+                }
+            }
+            for r in 0..R {
+                dots[r][q] = vpaddq_s32(vpaddlq_s16(first[r]), vpaddlq_s16(second[r]));
+            }
+        }
+        dots
     }
 }

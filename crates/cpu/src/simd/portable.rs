@@ -1,6 +1,6 @@
 //! Plain Rust implementation, the definition that the others agree with.
 
-use super::{Simd, group_dots_plain, simd_methods};
+use super::{Simd, simd_methods};
 
 /// Plain Rust on arrays.
 #[derive(Clone, Copy, Debug)]
@@ -153,4 +153,36 @@ impl Simd for Portable {
         // SAFETY: same contract.
         unsafe { group_dots_plain::<P, R>(panel, x) }.map(I32x16)
     }
+}
+
+/// [`Simd::group_dots`] for one output lane at a time; LLVM turns the inner loops into vectors.
+#[inline(always)]
+unsafe fn group_dots_plain<const P: usize, const R: usize>(
+    panel: *const u8,
+    x: &[*const i8; R],
+) -> [[i32; 16]; R] {
+    let mut dots = [[0i32; 16]; R];
+    for step in 0..8 * P {
+        let (plane, word) = (step / 8, step % 8);
+        if plane > 0 && word == 0 {
+            dots.as_flattened_mut().iter_mut().for_each(|dot| *dot <<= 7);
+        }
+        // SAFETY: the panel has 8 words of 64 bytes.
+        let packed = unsafe { &*panel.add(64 * word).cast::<[u8; 64]>() };
+        for (dots, &x) in dots.iter_mut().zip(x) {
+            // SAFETY: every row has 64 codes a plane.
+            let (low, high) = unsafe {
+                let x = x.add(64 * plane + 4 * word);
+                (&*x.cast::<[i8; 4]>(), &*x.add(32).cast::<[i8; 4]>())
+            };
+            for (lane, dot) in dots.iter_mut().enumerate() {
+                for byte in 0..4 {
+                    let code = packed[4 * lane + byte];
+                    *dot += i32::from(code & 15) * i32::from(low[byte]);
+                    *dot += i32::from(code >> 4) * i32::from(high[byte]);
+                }
+            }
+        }
+    }
+    dots
 }

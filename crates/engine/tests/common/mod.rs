@@ -49,9 +49,14 @@ pub mod oracle {
     use super::*;
 
     pub fn answer(prompt: &[u32], seed: u64, count: usize) -> Vec<u32> {
-        let mut state = prompt.iter().fold(0, |s, &t| see(s, t));
+        answer_from(prompt, seed, 0, count)
+    }
+
+    /// The tokens after `tokens`, the last `first` of which belong to the answer.
+    pub fn answer_from(tokens: &[u32], seed: u64, first: usize, count: usize) -> Vec<u32> {
+        let mut state = tokens.iter().fold(0, |s, &t| see(s, t));
         let mut ids = Vec::new();
-        for index in 0..count {
+        for index in first..first + count {
             let token = choose(state, seed, index as u64);
             ids.push(token);
             state = see(state, token);
@@ -272,9 +277,9 @@ impl Program for FakeProgram {
         Ok(())
     }
 
-    fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
+    fn begin_answer(&mut self, slot: SlotId, answered: &[u32]) -> Result<(), StepError> {
         let slot = self.slot_mut(slot)?;
-        slot.generated = 0;
+        slot.generated = answered.len() as u64;
         slot.before = None;
         Ok(())
     }

@@ -97,20 +97,16 @@ pub struct Policy {
 }
 
 /// Kernels by rows of x at most and rows of weights a lane.
-const KERNELS: [(u32, u32, &str); 9] = [
-    (1, 1, "gemv_1x1"),
+const KERNELS: [(u32, u32, &str); 5] = [
     (1, 2, "gemv_1x2"),
     (1, 4, "gemv_1x4"),
     (2, 2, "gemv_2x2"),
-    (2, 4, "gemv_2x4"),
     (4, 2, "gemv_4x2"),
-    (4, 4, "gemv_4x4"),
     (8, 2, "gemv_8x2"),
-    (8, 4, "gemv_8x4"),
 ];
 
 /// Elements of a packet, which a lane reads at once.
-fn packet_elements(format: u32) -> u32 {
+pub(crate) fn packet_elements(format: u32) -> u32 {
     match format {
         0 => 32,
         1 => 16,
@@ -120,22 +116,20 @@ fn packet_elements(format: u32) -> u32 {
 
 /// Lanes that share a row: as many as have a packet to read, a power of two. Sums depend on it, so that nothing but the matrix
 /// decides.
-fn lanes(matrix: &Matrix) -> u32 {
+pub(crate) fn lanes(matrix: &Matrix) -> u32 {
     (matrix.cols / packet_elements(matrix.format)).next_power_of_two().clamp(1, 32)
 }
 
 /// The policy for `x_rows` rows of x. `simdgroups` is the number of simdgroups that the launch needs if each lane
-/// works on one row of weights; `gated`: some matrices come in pairs.
-pub fn policy(profile: &Profile, x_rows: u32, simdgroups: u32, gated: bool) -> Policy {
+/// works on one row of weights.
+pub fn policy(profile: &Profile, x_rows: u32, simdgroups: u32) -> Policy {
     // Four rows a lane share what is read of x; but a core needs some simdgroups to hide the memory's latency.
-    let enough = profile.cores * SIMDGROUPS_PER_CORE;
-    let wanted = [4, 2].into_iter().find(|r| simdgroups / r >= enough).unwrap_or(1);
-    let least = if gated { 2 } else { 1 };
+    let wanted = if simdgroups / 4 >= profile.cores * SIMDGROUPS_PER_CORE { 4 } else { 2 };
     let (_, rows, kernel) = KERNELS
         .into_iter()
-        .filter(|(m, r, _)| *m >= x_rows && *r >= least.max(1))
-        .min_by_key(|(m, r, _)| (*m, r.abs_diff(wanted.max(least)), *r))
-        .unwrap_or(KERNELS[8]);
+        .filter(|(m, _, _)| *m >= x_rows)
+        .min_by_key(|(m, r, _)| (*m, r.abs_diff(wanted)))
+        .unwrap_or(KERNELS[KERNELS.len() - 1]);
     // Large threadgroups share x; small ones spread over all cores.
     let total = simdgroups.div_ceil(rows);
     let simds = [8, 4].into_iter().find(|s| total / s >= 2 * profile.cores).unwrap_or(2);
@@ -164,7 +158,7 @@ pub fn can_pair(gate: &DeviceWeight, up: &DeviceWeight) -> bool {
 
 /// Records the products of one input with any number of matrices: one launch for up to [`MAX_OUTPUTS`] in one slab.
 pub fn gemv(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput]) {
-    let mut rest = outputs;
+    let mut rest = if input.rows > 0 { outputs } else { &[] };
     while let Some(first) = rest.first() {
         let same = rest.iter().take(MAX_OUTPUTS).take_while(|o| o.weight.slab == first.weight.slab);
         let (now, later) = rest.split_at(same.count());
@@ -178,9 +172,8 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     let cols = outputs[0].weight.matrix.cols;
     debug_assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows");
     debug_assert_eq!(x.element == ElementType::F32, norm.is_some());
-    let gated = outputs.iter().any(|o| matches!(o.epilogue, Epilogue::Gated(_)));
     let needed = outputs.iter().map(|o| simdgroups(o.weight) * members(o)).sum();
-    let policy = policy(c.profile, rows, needed, gated);
+    let policy = policy(c.profile, rows, needed);
     let mut args = GemvArgs {
         rows,
         cols,
@@ -262,25 +255,23 @@ mod tests {
     fn policies() {
         // Rows of weights a lane works on at once, and simdgroups of a threadgroup, of the real model's launches.
         let table = [
-            // 12,352 rows of 2048: enough for four rows on any device.
-            ("h200", 1, 12_352, false, "gemv_1x4", 8),
-            ("m4-max", 1, 12_352, false, "gemv_1x4", 8),
+            // 12,352 rows of 2048: enough for four rows a lane on any device.
+            ("h200", 1, 12_352, "gemv_1x4", 8),
+            ("m4-max", 1, 12_352, "gemv_1x4", 8),
             // 2048 rows of 4096: two rows, or 132 cores would have four simdgroups each.
-            ("h200", 1, 2048, false, "gemv_1x2", 2),
-            ("m4-max", 1, 2048, false, "gemv_1x4", 4),
-            // A router and a shared expert: a pair needs two rows at least.
-            ("h200", 1, 1281, true, "gemv_1x2", 2),
-            ("h200", 1, 257, false, "gemv_1x1", 2),
+            ("h200", 1, 2048, "gemv_1x2", 2),
+            ("m4-max", 1, 2048, "gemv_1x4", 4),
+            // A router and a shared expert.
+            ("h200", 1, 1281, "gemv_1x2", 2),
             // More rows of x take the next larger kernel.
-            ("h200", 2, 12_352, false, "gemv_2x4", 8),
-            ("h200", 3, 12_352, false, "gemv_4x4", 8),
-            ("h200", 5, 2048, false, "gemv_8x2", 2),
-            ("h200", 8, 248_320, false, "gemv_8x4", 8),
-            ("h200", 8, 16, false, "gemv_8x2", 2),
+            ("h200", 2, 12_352, "gemv_2x2", 8),
+            ("h200", 3, 12_352, "gemv_4x2", 8),
+            ("h200", 5, 2048, "gemv_8x2", 2),
+            ("h200", 8, 248_320, "gemv_8x2", 8),
         ];
-        for (device, rows, simdgroups, gated, kernel, simds) in table {
+        for (device, rows, simdgroups, kernel, simds) in table {
             let profile = Profile::named(device).unwrap();
-            let got = policy(&profile, rows, simdgroups, gated);
+            let got = policy(&profile, rows, simdgroups);
             let want = Policy { kernel, simds, rows: got.rows };
             assert_eq!(got, want, "{device}, {rows} rows, {simdgroups} simdgroups");
             assert!(kernel.ends_with(&got.rows.to_string()));

@@ -7,11 +7,12 @@ pub fn argument_structs() -> String {
         common::declarations(),
         attention::declarations(),
         delta::declarations(),
-        gemv::declarations(),
         elementwise::declarations(),
         gemm::declarations(),
-        route::declarations(),
+        gemv::declarations(),
         moe::declarations(),
+        route::declarations(),
+        sample::declarations(),
     ]
     .concat()
 }
@@ -24,3 +25,4 @@ pub mod gemm;
 pub mod gemv;
 pub mod moe;
 pub mod route;
+pub mod sample;

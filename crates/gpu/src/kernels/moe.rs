@@ -6,11 +6,12 @@ use crate::kernel_args;
 use crate::kernels::common::{Context, DeviceWeight, Matrix, StepShape};
 use crate::kernels::gemm::{Source, TILE_THREADS};
 use crate::kernels::route::Routes;
+use crate::kernels::{elementwise, gemv};
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::scratch::Scratch;
 
 kernel_args! {
-    /// Of the `experts_in_*` and `decode_experts_in_*` kernels.
+    /// Of the `experts_in_*` kernels.
     pub struct ExpertsInArgs {
         /// Gate projections.
         gate: Matrix,
@@ -26,15 +27,21 @@ kernel_args! {
         down: Matrix,
     }
 
-    /// Of the `decode_experts_*` kernels with one projection.
+    /// Of `decode_experts`.
     pub struct ExpertsArgs {
-        /// The projections.
-        w: Matrix,
+        /// The projections, of gates if they are paired.
+        a: Matrix,
+        /// What goes up, if they are paired.
+        b: Matrix,
         /// Entries that share a row of activations.
         share: u32,
+        /// Lanes that share a row of the matrix.
+        lanes: u32,
+        /// Whether the result is `silu(a) · b`.
+        paired: u32,
     }
 
-    /// Of the `decode_experts_out_*` kernels.
+    /// Of `decode_experts_out`.
     pub struct ExpertsSumArgs {
         /// Down projections.
         down: Matrix,
@@ -42,6 +49,8 @@ kernel_args! {
         shared_down: Matrix,
         /// Selected experts a row.
         k: u32,
+        /// Lanes that share a column.
+        lanes: u32,
     }
 
     /// Of `moe_combine`.
@@ -50,12 +59,6 @@ kernel_args! {
         k: u32,
         /// Elements of a row.
         width: u32,
-    }
-
-    /// Of `gate_product`.
-    pub struct GateProductArgs {
-        /// Elements.
-        count: u32,
     }
 }
 
@@ -122,8 +125,10 @@ pub fn experts_in(
 ) {
     match routes {
         Some(routes) => grouped_experts_in(r, c, scratch, routes, op),
-        None if c.tuning.fuse_experts_in => decode_experts_in(r, op),
-        None => separate_experts_in(r, scratch, op),
+        None if c.tuning.fuse_experts_in && gemv::can_pair(op.gate, op.up) => {
+            decode_experts_in(r, op)
+        }
+        None => separate_experts_in(r, c, scratch, op),
     }
 }
 
@@ -162,60 +167,47 @@ fn grouped_experts_in(
 }
 
 fn decode_experts_in(r: &mut Recorder, op: &ExpertsIn) {
-    let entries = op.rows * op.k;
-    let (gate, up) = (op.gate.matrix, op.up.matrix);
-    let kernels = ["decode_experts_in_q4", "decode_experts_in_q8", "decode_experts_in_any"];
-    r.dispatch(
-        pick(kernels, [gate.format, up.format]),
-        [gate.rows.div_ceil(8), entries, 1],
-        128,
-        vec![constant(op.gate), constant(op.up), read(op.x), read(op.ids), write(op.out)],
-        &ExpertsInArgs { gate, up, k: op.k },
-        selected_bytes(op.gate, entries)
-            + selected_bytes(op.up, entries)
-            + op.x.bytes
-            + op.ids.bytes
-            + op.out.bytes,
-    );
+    let (gate, up) = (op.gate, op.up);
+    decode_experts(r, [gate, up], op.x, op.ids, op.out, op.rows * op.k, op.k);
 }
 
-/// Without fusion: both projections go to memory, and their product is a kernel of its own.
-fn separate_experts_in(r: &mut Recorder, scratch: &mut Scratch, op: &ExpertsIn) {
+/// Both projections go to memory, and their product is a kernel of its own.
+fn separate_experts_in(r: &mut Recorder, c: &Context, scratch: &mut Scratch, op: &ExpertsIn) {
     let entries = op.rows * op.k;
     let count = u64::from(entries) * u64::from(op.gate.matrix.rows);
-    let gate = scratch.take(count, ElementType::Bf16);
-    let up = scratch.take(count, ElementType::Bf16);
-    decode_experts(r, op.gate, op.x, op.ids, gate, entries, op.k);
-    decode_experts(r, op.up, op.x, op.ids, up, entries, op.k);
-    r.dispatch(
-        "gate_product",
-        [(count as u32).div_ceil(256), 1, 1],
-        256,
-        vec![read(gate), read(up), write(op.out)],
-        &GateProductArgs { count: count as u32 },
-        count * 6,
-    );
+    let [gate, up] = [op.gate, op.up].map(|weight| {
+        let out = scratch.take(count, ElementType::Bf16);
+        decode_experts(r, [weight, weight], op.x, op.ids, out, entries, op.k);
+        out
+    });
+    elementwise::swiglu(r, c, gate, up, op.out);
 }
 
-/// One projection of each entry's expert.
+/// Columns of a threadgroup of `decode_experts`: 8 simdgroups, each with 4 rows of weights a lane.
+fn block(lanes: u32, paired: bool) -> u32 {
+    8 * (32 / lanes) * if paired { 2 } else { 4 }
+}
+
+/// One projection of each entry's expert, or a pair of them.
 fn decode_experts(
     r: &mut Recorder,
-    weight: &DeviceWeight,
+    [a, b]: [&DeviceWeight; 2],
     x: Operand,
     ids: Operand,
     out: Operand,
     entries: u32,
     share: u32,
 ) {
-    let w = weight.matrix;
-    let kernels = ["decode_experts_q4", "decode_experts_q8", "decode_experts_any"];
+    let paired = a != b;
+    let lanes = gemv::lanes(&a.matrix);
+    let weights = selected_bytes(a, entries) + if paired { selected_bytes(b, entries) } else { 0 };
     r.dispatch(
-        pick(kernels, [w.format; 2]),
-        [w.rows.div_ceil(8), entries, 1],
-        128,
-        vec![constant(weight), read(x), read(ids), write(out)],
-        &ExpertsArgs { w, share },
-        selected_bytes(weight, entries) + x.bytes + ids.bytes + out.bytes,
+        "decode_experts",
+        [a.matrix.rows.div_ceil(block(lanes, paired)), entries, 1],
+        256,
+        vec![constant(a), constant(b), read(x), read(ids), write(out)],
+        &ExpertsArgs { a: a.matrix, b: b.matrix, share, lanes, paired: paired.into() },
+        weights + x.bytes + ids.bytes + out.bytes,
     );
 }
 
@@ -246,7 +238,7 @@ pub fn experts_out(
 ) {
     let entries = op.rows * op.k;
     let Some(routes) = routes else {
-        return decode_experts(r, op.down, op.x, op.ids, op.out, entries, 1);
+        return decode_experts(r, [op.down; 2], op.x, op.ids, op.out, entries, 1);
     };
     let down = Source::new(r, c, op.down, scratch);
     let d = down.weight.matrix;
@@ -326,31 +318,43 @@ pub struct ExpertsSum<'a> {
     pub out: Operand,
 }
 
-/// Records the chain of down projections, shared expert and weighted sum as one launch, for a [`few`] rows.
+/// Elements of activations that a threadgroup of `decode_experts_out` has room for.
+const SUM_ELEMENTS: u32 = 8192;
+
+/// Lanes that share a column: the most that have whole packets of both matrices' rows, all the same number of them.
+fn sum_lanes(down: &Matrix, shared_down: &Matrix) -> u32 {
+    let packets = |m: &Matrix| m.cols / gemv::packet_elements(m.format);
+    let common = packets(down) | packets(shared_down) | 32;
+    1 << common.trailing_zeros()
+}
+
+/// Whether [`decode_experts_out`] takes these weights; if not, the operations are recorded one by one.
+pub fn fits_sum(down: &DeviceWeight, shared_down: &DeviceWeight, rows: u32, k: u32) -> bool {
+    let (d, s) = (&down.matrix, &shared_down.matrix);
+    few(rows)
+        && (d.format, d.rows) == (s.format, s.rows)
+        && d.cols.is_multiple_of(gemv::packet_elements(d.format))
+        && s.cols.is_multiple_of(gemv::packet_elements(s.format))
+        && k.saturating_mul(d.cols).saturating_add(s.cols) <= SUM_ELEMENTS
+}
+
+/// Records the chain of down projections, shared expert and weighted sum as one launch, for what [`fits_sum`].
 pub fn decode_experts_out(r: &mut Recorder, _c: &Context, op: &ExpertsSum) {
     let (down, shared_down) = (op.down.matrix, op.shared_down.matrix);
-    let kernels = ["decode_experts_out_q4", "decode_experts_out_q8", "decode_experts_out_any"];
-    let inputs =
-        [op.x, op.ids, op.weights, op.shared_x, op.shared_gate, op.residual].map(|o| o.bytes);
+    let lanes = sum_lanes(&down, &shared_down);
+    let inputs = [op.x, op.ids, op.weights, op.shared_x, op.shared_gate, op.residual];
+    let mut bindings = vec![constant(op.down), constant(op.shared_down)];
+    bindings.extend(inputs.map(read));
+    bindings.push(write(op.out));
     r.dispatch(
-        pick(kernels, [down.format, shared_down.format]),
-        [down.rows.div_ceil(8), op.rows, 1],
-        128,
-        vec![
-            constant(op.down),
-            constant(op.shared_down),
-            read(op.x),
-            read(op.ids),
-            read(op.weights),
-            read(op.shared_x),
-            read(op.shared_gate),
-            read(op.residual),
-            write(op.out),
-        ],
-        &ExpertsSumArgs { down, shared_down, k: op.k },
+        "decode_experts_out",
+        [down.rows.div_ceil(256 / lanes), op.rows, 1],
+        256,
+        bindings,
+        &ExpertsSumArgs { down, shared_down, k: op.k, lanes },
         selected_bytes(op.down, op.rows * op.k)
             + op.shared_down.bytes
-            + inputs.iter().sum::<u64>()
+            + inputs.iter().map(|o| o.bytes).sum::<u64>()
             + op.out.bytes,
     );
 }
@@ -366,6 +370,23 @@ mod tests {
             [([0, 0], "q4"), ([1, 1], "q8"), ([0, 1], "any"), ([2, 2], "any"), ([3, 3], "any")]
         {
             assert_eq!(pick(kernels, formats), want);
+        }
+    }
+
+    #[test]
+    fn lanes_of_the_sum() {
+        let matrix = |cols, format| Matrix { cols, format, ..bytemuck::Zeroable::zeroed() };
+        for (down, shared, format, want) in [
+            // The real model: 512 elements are 16 packets of 32.
+            (512, 512, 0, 16),
+            (512, 512, 1, 32),
+            (512, 512, 2, 32),
+            (64, 64, 0, 2),
+            // 6 packets and 4: all lanes have as many.
+            (192, 128, 0, 2),
+            (96, 96, 0, 1),
+        ] {
+            assert_eq!(sum_lanes(&matrix(down, format), &matrix(shared, format)), want, "{down}");
         }
     }
 

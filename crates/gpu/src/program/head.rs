@@ -1,17 +1,19 @@
 //! After the layers: logits, tokens chosen from them, and what is read back.
 
-use lily_device::{Limits, Output, Score, SegmentOut, SlotId, Step, StepError, StepOut, Refusal};
-use lily_ops::sample::{SampleParams, Sampled, sample};
+use std::sync::Arc;
+
+use lily_device::{Limits, Output, Refusal, Score, SegmentOut, SlotId, Step, StepError, StepOut};
+use lily_ops::sample::{SampleParams, Sampled, TokenMask, sample};
 use lily_ops::{ElementType, Plan};
 
-use super::record::{Head, Kind};
-use super::slots::{LastSampled, Slots};
-use super::step::Flight;
 use super::GpuProgram;
+use super::record::{Head, Kind};
+use super::slots::LastSampled;
+use super::step::Flight;
 use crate::driver::{Buffer, Driver, DriverError, Placement};
 use crate::encode::Bound;
 use crate::kernels::common::{Context, StepShape};
-use crate::kernels::sample as kernels;
+use crate::kernels::sample::{self as kernels, BiasEntry, ResultEntry, SamplerEntry};
 use crate::list::{Operand, Recorder};
 
 /// What a segment asked for.
@@ -21,7 +23,8 @@ pub(super) enum Asked {
     Nothing,
     /// A token, chosen on the device.
     Sample,
-    /// A token that the host chooses: its parameters have a part that the device's kernels have not.
+    /// A token that the host chooses: its log-probabilities are asked for, which are the same to the bit on
+    /// every device.
     HostSample,
     /// Its logits are kept.
     Hold,
@@ -45,14 +48,21 @@ impl Asked {
 
     /// Whether its logits are read back when the step is submitted.
     pub fn is_read_back(&self) -> bool {
-        matches!(self, Self::HostSample | Self::Scores | Self::Logits)
+        matches!(self, Self::HostSample | Self::Hold | Self::Scores | Self::Logits)
     }
 }
 
 /// Whether the device's kernels choose by these parameters.
 fn on_device(params: &SampleParams) -> bool {
-    params.mask.is_none() && params.logit_bias.is_empty() && params.logprobs.is_none()
+    let biases = params.logit_bias.as_ref().map_or(0, |b| b.entries().len());
+    params.logprobs.is_none() && biases <= MAX_BIASES
 }
+
+/// Biased tokens of one segment for which there is room on the device.
+const MAX_BIASES: usize = 512;
+
+/// Masks that are kept on the device.
+const MASKS: usize = 8;
 
 /// What a list left for a segment.
 pub(super) enum Result {
@@ -68,43 +78,63 @@ pub struct Io {
     pub hidden: Operand,
     /// f32 `[outputs][vocabulary]`.
     pub logits: Operand,
-    /// f32 `[slots][vocabulary]`: held logits.
-    pub held: Operand,
     /// u32 `[slots][vocabulary]`: how often each token was generated.
     pub counts: Operand,
+    /// A bit a token for each mask.
+    masks: Operand,
+    /// The masks that are there, by place; the next one goes to `next_mask`.
+    known_masks: Vec<Arc<TokenMask>>,
+    next_mask: usize,
     /// How each segment's token is chosen, for each step in flight; written by the host.
     params: Vec<Operand>,
+    /// Likewise what is added to logits.
+    biases: Vec<Operand>,
     /// What each segment's is, for each step in flight; read by the host.
     results: Vec<Operand>,
     vocab: usize,
 }
 
+/// Words of a mask.
+fn mask_words(vocab: usize) -> usize {
+    vocab.div_ceil(32)
+}
+
 impl Io {
-    /// Bytes that the host writes for a step beside its tables.
-    pub fn input_bytes(limits: &Limits) -> u64 {
-        (limits.slots * size_of::<kernels::SamplerEntry>()) as u64
+    fn param_bytes(limits: &Limits) -> u64 {
+        ((limits.slots * size_of::<SamplerEntry>()) as u64).next_multiple_of(16)
     }
 
-    fn result_bytes(limits: &Limits) -> u64 {
-        ((limits.slots * size_of::<kernels::ResultEntry>()) as u64).next_multiple_of(16)
+    /// Bytes that the host writes for a step beside its tables.
+    pub fn input_bytes(limits: &Limits) -> u64 {
+        let biases = limits.slots.saturating_mul(MAX_BIASES * size_of::<BiasEntry>());
+        Self::param_bytes(limits).saturating_add(biases as u64)
+    }
+
+    fn result_words(limits: &Limits) -> usize {
+        limits.slots.saturating_mul(size_of::<ResultEntry>() / 4)
     }
 
     /// Bytes of all of them, for two steps in flight.
     pub fn bytes(plan: &Plan, limits: &Limits) -> u64 {
-        let rows = |n: usize, width: usize| (n as u64).saturating_mul(width as u64 * 4);
+        let words = |n: usize, width: usize| (n as u64).saturating_mul(width as u64 * 4);
         let width = plan.value(plan.hidden).width;
-        rows(limits.rows, width)
-            .saturating_add(rows(limits.outputs, plan.vocab))
-            .saturating_add(rows(limits.slots, 2 * plan.vocab))
-            .saturating_add(2 * Self::result_bytes(limits))
+        [
+            words(limits.rows, width),
+            words(limits.outputs, plan.vocab),
+            words(limits.slots, plan.vocab),
+            words(MASKS, mask_words(plan.vocab)),
+            words(2, Self::result_words(limits)),
+        ]
+        .into_iter()
+        .fold(0, u64::saturating_add)
     }
 
-    /// Allocates them; `params` are the ranges for what the host writes.
+    /// Allocates them; `inputs` are the ranges for what the host writes.
     pub fn new(
         driver: &mut dyn Driver,
         plan: &Plan,
         limits: &Limits,
-        params: &[Operand],
+        inputs: &[Operand],
     ) -> std::result::Result<Self, DriverError> {
         let mut take = |what: &str, count: usize, element, placement| {
             let bytes = (count as u64 * 4).max(16);
@@ -114,17 +144,23 @@ impl Io {
         let (f32, u32) = (ElementType::F32, ElementType::U32);
         let device = Placement::Device;
         let (vocab, width) = (plan.vocab, plan.value(plan.hidden).width);
-        let words = (Self::result_bytes(limits) / 4) as usize;
-        let mut results = Vec::new();
-        for _ in params {
-            results.push(take("results", words, u32, Placement::Shared)?);
+        let (mut params, mut biases, mut results) = (Vec::new(), Vec::new(), Vec::new());
+        for input in inputs {
+            let bytes = Self::param_bytes(limits);
+            params.push(Operand { bytes, ..*input });
+            let offset = input.offset + bytes;
+            biases.push(Operand { offset, bytes: input.bytes - bytes, ..*input });
+            results.push(take("results", Self::result_words(limits), u32, Placement::Shared)?);
         }
         Ok(Self {
             hidden: take("residual stream", limits.rows * width, f32, device)?,
             logits: take("logits", limits.outputs * vocab, f32, device)?,
-            held: take("held logits", limits.slots * vocab, f32, device)?,
             counts: take("token counts", limits.slots * vocab, u32, device)?,
-            params: params.to_vec(),
+            masks: take("token masks", MASKS * mask_words(vocab), u32, device)?,
+            known_masks: Vec::new(),
+            next_mask: 0,
+            params,
+            biases,
             results,
             vocab,
         })
@@ -136,29 +172,70 @@ impl Io {
         (results.buffer, results.offset..results.offset + results.bytes)
     }
 
+    /// The place of a mask on the device, where it is copied unless it is there. Lists in flight read theirs
+    /// before the copy takes its turn.
+    fn mask(
+        &mut self,
+        driver: &mut dyn Driver,
+        mask: &Arc<TokenMask>,
+    ) -> std::result::Result<u32, DriverError> {
+        if let Some(at) = self.known_masks.iter().position(|m| Arc::ptr_eq(m, mask)) {
+            return Ok(at as u32);
+        }
+        let at = self.next_mask;
+        self.next_mask = (at + 1) % MASKS;
+        match self.known_masks.get_mut(at) {
+            Some(known) => *known = Arc::clone(mask),
+            None => self.known_masks.push(Arc::clone(mask)),
+        }
+        let count = mask_words(self.vocab);
+        let halves = mask.words().iter().flat_map(|w| [*w as u32, (*w >> 32) as u32]);
+        let words: Vec<u32> = halves.chain(std::iter::repeat(0)).take(count).collect();
+        driver.write(self.masks.buffer, (at * count * 4) as u64, bytemuck::cast_slice(&words))?;
+        Ok(at as u32)
+    }
+
     /// Writes how each segment's token is chosen.
     pub fn write(
-        &self,
+        &mut self,
         driver: &mut dyn Driver,
         tables: usize,
         step: &Step,
-        slots: &Slots,
+        on_host: bool,
     ) -> std::result::Result<(), DriverError> {
-        let _ = slots;
-        let entries: Vec<kernels::SamplerEntry> = step
-            .segments
-            .iter()
-            .map(|s| match &s.output {
-                Output::Sample(params) if on_device(params) => kernels::SamplerEntry::of(params),
-                Output::Hold => kernels::SamplerEntry::hold(),
-                _ => kernels::SamplerEntry::none(),
-            })
-            .collect();
-        let at = self.params[tables];
-        driver.write(at.buffer, at.offset, bytemuck::cast_slice(&entries))
+        let (mut entries, mut biases) = (Vec::new(), Vec::<BiasEntry>::new());
+        let mut row = 0;
+        for segment in &step.segments {
+            let sampled = match &segment.output {
+                Output::Sample(params) if !on_host => Some(params),
+                _ => None,
+            };
+            entries.push(match sampled {
+                None => SamplerEntry::none(true),
+                Some(params) => {
+                    let mask = match &params.mask {
+                        Some(mask) => Some(self.mask(driver, mask)?),
+                        None => None,
+                    };
+                    let added = params.logit_bias.as_ref().map_or(&[][..], |b| b.entries());
+                    let first_bias = biases.len() as u32;
+                    biases.extend(added.iter().map(|&(id, value)| BiasEntry { id, value }));
+                    SamplerEntry {
+                        first_bias,
+                        biases: added.len() as u32,
+                        ..SamplerEntry::new(params, row, true, mask)
+                    }
+                }
+            });
+            // Without read-back no segment asks for more than its last row.
+            row += u32::from(!matches!(segment.output, Output::None));
+        }
+        let (params, list) = (self.params[tables], self.biases[tables]);
+        driver.write(params.buffer, params.offset, bytemuck::cast_slice(&entries))?;
+        driver.write(list.buffer, list.offset, bytemuck::cast_slice(&biases))
     }
 
-    /// The results of a list of `segments`.
+    /// The results of a list of `segments` that chose tokens.
     pub fn results(
         &self,
         driver: &mut dyn Driver,
@@ -166,40 +243,39 @@ impl Io {
         segments: usize,
     ) -> std::result::Result<Vec<Result>, DriverError> {
         let at = self.results[tables];
-        let mut entries = vec![kernels::ResultEntry::default(); segments];
+        let mut entries: Vec<ResultEntry> = vec![bytemuck::Zeroable::zeroed(); segments];
         driver.read(at.buffer, at.offset, bytemuck::cast_slice_mut(&mut entries))?;
-        Ok(entries.iter().map(|e| match e.status {
-            kernels::STATUS_TOKEN => Result::Token(e.token),
-            kernels::STATUS_NONE => Result::Nothing,
+        let result = |e: &ResultEntry| match e.status {
+            0 => Result::Token(e.token),
             _ => Result::Failed(not_finite()),
-        }).collect())
+        };
+        Ok(entries.iter().map(result).collect())
     }
 
     /// Records what follows the logits.
-    pub fn head(
-        &self,
-        r: &mut Recorder,
-        c: &Context,
-        _b: &mut Bound,
-        kind: &Kind,
-    ) -> std::result::Result<(), String> {
-        let (params, results) = (self.params[kind.tables], self.results[kind.tables]);
+    pub fn head(&self, r: &mut Recorder, c: &Context, b: &mut Bound, kind: &Kind) {
         match kind.head {
             Head::Rows { .. } => {}
             Head::Finish => {
                 r.op = "finish";
-                kernels::finish(r, c, results);
+                kernels::finish(r, c);
             }
-            Head::Sample { greedy, holds } => {
+            Head::Sample { greedy } => {
                 r.op = "sample";
-                let rows = u64::from(c.step.outputs);
-                let logits = Operand { bytes: rows * self.vocab as u64 * 4, ..self.logits };
-                let held = holds.then_some(self.held);
-                kernels::sample(r, c, _b.scratch, &kernels::Sample { logits, params, counts: self.counts, results, held, greedy, vocab: self.vocab as u32 });
+                let rows = u64::from(c.step.outputs.max(1));
+                let choices = kernels::Choices {
+                    logits: Operand { bytes: rows * self.vocab as u64 * 4, ..self.logits },
+                    vocab: self.vocab as u32,
+                    params: self.params[kind.tables],
+                    masks: self.masks,
+                    biases: self.biases[kind.tables],
+                    counts: self.counts,
+                    results: self.results[kind.tables],
+                    greedy,
+                };
+                kernels::sample(r, c, b.scratch, choices);
             }
-            Head::Held => {}
         }
-        Ok(())
     }
 }
 
@@ -210,17 +286,18 @@ fn not_finite() -> String {
 impl GpuProgram {
     /// What follows the layers of a step.
     pub(super) fn head_of(&self, step: &Step, alone: bool) -> Head {
-        let mut outputs = step.segments.iter().map(|s| &s.output);
-        let holds = outputs.clone().any(|o| matches!(o, Output::Hold));
-        let samples = outputs.clone().any(|o| matches!(o, Output::Sample(_)));
-        if alone || !(holds || samples) {
-            return Head::Finish;
+        let params = || {
+            step.segments.iter().filter_map(|s| match &s.output {
+                Output::Sample(params) => Some(params),
+                _ => None,
+            })
+        };
+        match alone || params().next().is_none() {
+            true => Head::Finish,
+            false => {
+                Head::Sample { greedy: params().all(|p| p.temperature == 0.0 || p.top_k == 1) }
+            }
         }
-        let greedy = outputs.all(|o| match o {
-            Output::Sample(p) => kernels::is_greedy(p),
-            _ => true,
-        });
-        Head::Sample { greedy, holds }
     }
 
     /// Logits of `count` output rows of the step just run, from row `first` of them on.
@@ -262,7 +339,8 @@ impl GpuProgram {
             .enumerate()
             .flat_map(|(i, (s, rows))| s.output.rows(*rows as usize).map(move |row| (i, row)))
             .collect();
-        let mut segments: Vec<SegmentOut> = step.segments.iter().map(|s| empty(&s.output)).collect();
+        let mut segments: Vec<SegmentOut> =
+            step.segments.iter().map(|s| empty(&s.output)).collect();
         let mut first = 0;
         for tile in owners.chunks(self.limits.outputs) {
             let mut logits = self.rows_of_logits(flight, shape, first, tile.len())?;
@@ -306,14 +384,7 @@ impl GpuProgram {
                 list.push(score(logits, targets[row]));
             }
             (Output::Logits, SegmentOut::Logits(all)) => all.extend_from_slice(logits),
-            (Output::Hold, _) => {
-                let at = slot.0 as u64 * logits.len() as u64 * 4;
-                let buffer = self.io.held.buffer;
-                self.driver
-                    .write(buffer, at, bytemuck::cast_slice(logits))
-                    .map_err(|e| self.broken(e))?;
-                self.slots.live_mut(slot).holds = true;
-            }
+            (Output::Hold, _) => self.slots.live_mut(slot).held = Some(logits.to_vec()),
             (Output::Sample(params), out) => match self.choose(slot, params, logits)? {
                 Some(sampled) => *out = SegmentOut::Sampled(sampled),
                 None => return Ok(Err("no token may be chosen: the penalties leave none".into())),
@@ -358,17 +429,10 @@ impl GpuProgram {
     ) -> std::result::Result<Sampled, StepError> {
         self.slots.get(slot)?;
         self.check_params(params)?;
-        let live = self.slots.live_mut(slot);
-        if !live.holds {
-            return Err(Refusal::Invalid(format!("slot {} holds no logits", slot.0)).into());
-        }
-        live.holds = false;
-        let mut logits = vec![0f32; self.recording.plan().vocab];
-        let at = slot.0 as u64 * logits.len() as u64 * 4;
-        let buffer = self.io.held.buffer;
-        self.driver
-            .read(buffer, at, bytemuck::cast_slice_mut(&mut logits))
-            .map_err(|e| self.broken(e))?;
+        let held = self.slots.live_mut(slot).held.take();
+        let mut logits = held.ok_or_else(|| {
+            StepError::from(Refusal::Invalid(format!("slot {} holds no logits", slot.0)))
+        })?;
         let chosen = self.choose(slot, params, &mut logits)?;
         chosen.ok_or_else(|| {
             Refusal::Invalid("no token may be chosen: the penalties leave none".into()).into()

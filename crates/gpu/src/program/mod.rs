@@ -9,22 +9,22 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use lily_device::{
-    Counters, Input, Limits, MemoryNeed, Output, PrepareError, Program, Refusal, SegmentOut, SlotId,
-    Snapshot, Step, StepError, StepOut, Ticket, Weight,
+    Counters, Limits, MemoryNeed, PrepareError, Program, Refusal, SlotId, Snapshot, Step,
+    StepError, StepOut, Ticket, Weight,
 };
 use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Plan, SlotState};
 
-use crate::driver::{Buffer, Driver, DriverError, Placement, Submission};
-use crate::kernels::common::{DeviceWeight, SlotHeader, StepShape};
-use crate::list::{CommandList, Operand};
+use crate::driver::{Buffer, Driver, DriverError, Placement};
+use crate::kernels::common::SlotHeader;
+use crate::list::CommandList;
 use crate::memory::Memory;
 use crate::profile::Profile;
 use crate::text::{Shape, Text};
 use crate::tuning::Tuning;
 use crate::upload::SlabLayout;
 
-pub use record::{Kind, Recorded, Recording};
+pub use record::{Head, Kind, Recorded, Recording};
 use slots::{LastSampled, Slots};
 use step::Flight;
 
@@ -107,12 +107,11 @@ impl GpuProgram {
         let io = head::Io::new(&mut *driver, &plan, &limits, &memory.extra).map_err(refused)?;
         let shape = Shape::of(&plan);
         let text = Arc::new(Text::new(profile.platform, &shape));
+        // A text that does not compile is known before anything runs.
+        driver.pipelines(&text, &["finish_step"]).map_err(refused)?;
         let recording = Recording::new(plan, weights, shape, tuning, profile);
-        let arena_bytes = recording
-            .arena_bytes(&limits)
-            .map_err(PrepareError::Invalid)?;
-        let arena =
-            driver.allocate("scratch", arena_bytes, Placement::Device).map_err(refused)?;
+        let arena_bytes = recording.arena_bytes(&limits).map_err(PrepareError::Invalid)?;
+        let arena = driver.allocate("scratch", arena_bytes, Placement::Device).map_err(refused)?;
         let slots = Slots::new(limits.slots, limits.pages);
         let weight_count = recording.plan().weights.len();
         Ok(Self {
@@ -293,7 +292,7 @@ impl GpuProgram {
         };
         live.position -= 1;
         live.parity ^= 1;
-        live.holds = false;
+        live.held = None;
         live.generated = undo.generated;
         live.last = undo.last;
         if let Some(id) = undo.sampled {
@@ -326,9 +325,7 @@ impl GpuProgram {
         }
         let at = (slot.0 as usize * vocab * 4) as u64;
         let buffer = self.io.counts.buffer;
-        self.driver
-            .write(buffer, at, bytemuck::cast_slice(&counts))
-            .map_err(|e| self.broken(e))
+        self.driver.write(buffer, at, bytemuck::cast_slice(&counts)).map_err(|e| self.broken(e))
     }
 }
 
@@ -371,13 +368,16 @@ impl Program for GpuProgram {
         self.push_header(slot)
     }
 
-    fn begin_answer(&mut self, slot: SlotId) -> Result<(), StepError> {
+    fn begin_answer(&mut self, slot: SlotId, answered: &[u32]) -> Result<(), StepError> {
         self.alive()?;
         self.idle(Some(slot), "beginning an answer")?;
         self.slots.get(slot)?;
         let live = self.slots.live_mut(slot);
-        live.generated = 0;
+        live.generated = answered.len() as u64;
         live.counts.clear();
+        for id in answered {
+            *live.counts.entry(*id).or_default() += 1;
+        }
         live.undo = None;
         self.push_counts(slot)?;
         self.push_header(slot)

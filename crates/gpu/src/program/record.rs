@@ -6,6 +6,7 @@ use lily_device::Limits;
 use lily_ops::{Op, Plan};
 
 use super::head::Io;
+use crate::chains;
 use crate::driver::Buffer;
 use crate::encode::{self, Bound};
 use crate::fuse::{Group, groups};
@@ -29,16 +30,12 @@ pub enum Head {
     Sample {
         /// Whether all of them are the largest logit's.
         greedy: bool,
-        /// Whether logits of some rows are held.
-        holds: bool,
     },
     /// No layers: logits of some of the output rows of the step before.
     Rows {
         /// First of them.
         first: u32,
     },
-    /// No layers: a token chosen from held logits.
-    Held,
 }
 
 /// A kind of step: what a recorded list depends on.
@@ -89,7 +86,8 @@ impl Recording {
     /// For weights that are nowhere: to know what a device would do.
     pub fn virtual_of(plan: &Plan, tuning: &Tuning, profile: &Profile) -> Result<Self, String> {
         let layout = SlabLayout::new(plan, profile.max_buffer)?;
-        let buffers: Vec<Buffer> = (0..layout.slabs.len() as u32).map(|i| Buffer(1 << 30 | i)).collect();
+        let buffers: Vec<Buffer> =
+            (0..layout.slabs.len() as u32).map(|i| Buffer(1 << 30 | i)).collect();
         let weights = layout.weights(plan, &buffers);
         let shape = Shape::of(plan);
         Ok(Self::new(Arc::new(plan.clone()), weights, shape, *tuning, profile.clone()))
@@ -111,7 +109,11 @@ impl Recording {
     }
 
     /// Records a kind of step on a device that is not there.
-    pub fn record_virtual(&self, limits: &Limits, kind: &Kind) -> Result<(CommandList, u64), String> {
+    pub fn record_virtual(
+        &self,
+        limits: &Limits,
+        kind: &Kind,
+    ) -> Result<(CommandList, u64), String> {
         let mut driver = NullDriver::new(self.profile.clone());
         let error = |e: crate::DriverError| e.to_string();
         let extra = Io::input_bytes(limits);
@@ -129,13 +131,18 @@ impl Recording {
         let slots = (limits.slots as u32).clamp(1, rows);
         let mut shapes = vec![vec![rows]];
         // As many segments as there are slots, the first as long as that leaves.
-        shapes.push([rows - (slots - 1)].into_iter().chain(std::iter::repeat_n(1, slots as usize - 1)).collect());
+        shapes.push(
+            [rows - (slots - 1)]
+                .into_iter()
+                .chain(std::iter::repeat_n(1, slots as usize - 1))
+                .collect(),
+        );
         let decode = slots.min(StepShape::DECODE_ROWS);
         shapes.extend((1..=decode).map(|n| vec![1; n as usize]));
         let mut most = 0;
         for segments in shapes {
             let outputs = (segments.len() as u32).min(limits.outputs as u32);
-            for head in [Head::Sample { greedy: false, holds: true }, Head::Rows { first: 0 }] {
+            for head in [Head::Sample { greedy: false }, Head::Rows { first: 0 }] {
                 let outputs = match head {
                     Head::Rows { .. } => limits.outputs as u32,
                     _ => outputs,
@@ -176,7 +183,8 @@ impl Recording {
         let body = plan.body.len();
         let list = &self.groups[usize::from(!kind.shape.is_decode())];
         let layers = matches!(kind.head, Head::Finish | Head::Sample { .. });
-        let logits = matches!(kind.head, Head::Rows { .. } | Head::Sample { .. }) && kind.shape.outputs > 0;
+        let logits =
+            matches!(kind.head, Head::Rows { .. } | Head::Sample { .. }) && kind.shape.outputs > 0;
         for group in list {
             let first = group.nodes()[0];
             if if first < body { layers } else { logits } {
@@ -185,7 +193,7 @@ impl Recording {
             }
         }
         r.layer = None;
-        io.head(&mut r, &c, &mut b, kind)?;
+        io.head(&mut r, &c, &mut b, kind);
         Ok(Recorded { list: r.finish(self.tuning.concurrent), scratch })
     }
 
@@ -239,7 +247,7 @@ impl Recording {
             r.op = ops[*i].name();
             return encode::op(r, c, b, ops[*i]);
         }
-        if encode::group(r, c, b, group, &ops)? {
+        if chains::group(r, c, b, group, &ops)? {
             return Ok(());
         }
         // The fused kernels do not take this shape: one by one.

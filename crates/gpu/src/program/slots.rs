@@ -42,8 +42,8 @@ pub(super) struct Slot {
     pub last: LastSampled,
     /// Pages in use, in order.
     pub pages: Vec<u32>,
-    /// Whether the held logits are this slot's last step's.
-    pub holds: bool,
+    /// Logits of its last step, kept until a token is chosen from them.
+    pub held: Option<Vec<f32>>,
     /// A step failed here; nothing is of use until it is reset or restored.
     pub poisoned: bool,
     /// Whether the device's counts of this slot may be other than zero.

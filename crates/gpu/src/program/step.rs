@@ -60,7 +60,10 @@ impl GpuProgram {
                 Input::LastSampled => vec![LAST_SAMPLED],
             };
             if list.is_empty() {
-                return Err(invalid(format!("the segment of slot {} has no tokens", segment.slot.0)));
+                return Err(invalid(format!(
+                    "the segment of slot {} has no tokens",
+                    segment.slot.0
+                )));
             }
             let given = matches!(segment.input, Input::Tokens(_));
             if let Some((at, id)) = list.iter().enumerate().find(|(_, id)| given && **id >= vocab) {
@@ -119,7 +122,8 @@ impl GpuProgram {
         }
         self.grow(&slots, &tokens)?;
         let tables = self.next_tables;
-        let output_rows = self.write_tables(tables, &step, &tokens).map_err(|e| self.broken(e))?;
+        let output_rows =
+            self.write_tables(tables, &step, &tokens, alone).map_err(|e| self.broken(e))?;
         let context = slots
             .iter()
             .zip(&tokens)
@@ -142,7 +146,7 @@ impl GpuProgram {
             live.undo = (list.len() == 1).then_some(Undo { generated, last, sampled: None });
             live.position += list.len();
             live.parity ^= 1;
-            live.holds = false;
+            live.held = None;
             live.last = LastSampled::None;
             if *asked == Asked::Sample && !alone {
                 live.last = LastSampled::OnDevice;
@@ -181,6 +185,7 @@ impl GpuProgram {
         which: usize,
         step: &Step,
         tokens: &[Vec<u32>],
+        on_host: bool,
     ) -> Result<Vec<u32>, crate::driver::DriverError> {
         let (mut segments, mut rows, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
         let mut first = 0;
@@ -203,7 +208,7 @@ impl GpuProgram {
         driver.write(t.row_segments.buffer, t.row_segments.offset, bytemuck::cast_slice(&rows))?;
         driver.write(t.tokens.buffer, t.tokens.offset, bytemuck::cast_slice(&all))?;
         driver.write(t.output_rows.buffer, t.output_rows.offset, bytemuck::cast_slice(&outputs))?;
-        self.io.write(driver, which, step, &self.slots)?;
+        self.io.write(driver, which, step, on_host)?;
         Ok(outputs)
     }
 
@@ -219,10 +224,13 @@ impl GpuProgram {
         if let Some(ready) = flight.ready {
             return Ok(ready);
         }
-        let results = self
-            .io
-            .results(&mut *self.driver, flight.tables, flight.slots.len())
-            .map_err(|e| self.failed(&flight.slots, e))?;
+        let results = match flight.asked.contains(&Asked::Sample) {
+            true => self
+                .io
+                .results(&mut *self.driver, flight.tables, flight.slots.len())
+                .map_err(|e| self.failed(&flight.slots, e))?,
+            false => flight.slots.iter().map(|_| head::Result::Nothing).collect(),
+        };
         let mut segments = Vec::new();
         for ((slot, asked), result) in flight.slots.iter().zip(&flight.asked).zip(results) {
             segments.push(self.take_result(*slot, *asked, result));
@@ -240,7 +248,7 @@ impl GpuProgram {
         let later = self.flights.iter().any(|f| f.slots.contains(&slot));
         let live = self.slots.live_mut(slot);
         match (asked, result) {
-            (_, head::Result::Failed(why)) => {
+            (Asked::Sample, head::Result::Failed(why)) => {
                 live.poisoned = true;
                 SegmentOut::Failed(why)
             }
@@ -257,10 +265,6 @@ impl GpuProgram {
                     live.last = LastSampled::Known(id);
                 }
                 SegmentOut::Sampled(Sampled::from(id))
-            }
-            (Asked::Hold, _) => {
-                live.holds = !later;
-                SegmentOut::None
             }
             _ => SegmentOut::None,
         }

@@ -1,0 +1,226 @@
+//! Whole models on the shared GPU kernels, thread by thread on the host.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use lily_conformance::{Fixture, argmax_equal, max_abs, read_json};
+use lily_device::{
+    Device, Input, Limits, Output, Program, Score, SegmentOut, SlotId, Step, StepError, Ticket,
+};
+use lily_gpu::{GpuDevice, Tuning};
+use lily_model::{Model, Precision};
+use lily_ops::sample::SampleParams;
+use lily_softgpu::{Options, SoftDriver};
+use serde_json::Value;
+
+const SLOT: SlotId = SlotId(0);
+
+fn device(tuning: Tuning) -> GpuDevice {
+    let options = Options::default();
+    let profile = options.profile.clone();
+    GpuDevice::new(
+        profile,
+        tuning,
+        Box::new(move || Ok(Box::new(SoftDriver::new(options.clone())))),
+    )
+}
+
+fn prepare(model: Model, tuning: Tuning, limits: Limits) -> Box<dyn Program> {
+    device(tuning).prepare(model.plan, model.weights, limits).expect("the plan is prepared")
+}
+
+fn program(fixture: &Fixture, tuning: Tuning) -> Box<dyn Program> {
+    let model =
+        lily_model::load(&fixture.checkpoint, Precision::Standard).expect("the model loads");
+    prepare(model, tuning, Limits { outputs: 16, undo: true, ..Limits::new(2, 512, 64) })
+}
+
+/// Logits of all tokens, fed in the given chunks.
+fn logits(program: &mut dyn Program, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
+    let mut all = Vec::new();
+    let mut at = 0;
+    for &n in chunks {
+        let step = Step::one(SLOT, Input::Tokens(tokens[at..at + n].to_vec()), Output::Logits);
+        match &program.run(step).expect("the step runs").segments[..] {
+            [SegmentOut::Logits(rows)] => all.extend_from_slice(rows),
+            other => panic!("{other:?}"),
+        }
+        at += n;
+    }
+    all
+}
+
+#[test]
+fn logits_stay_near_mlx_lm() {
+    for (name, bound, least) in [("tiny-a", 1.5, 32), ("tiny-c", 0.35, 36)] {
+        let fixture = Fixture::open(name);
+        let mut program = program(&fixture, Tuning::default());
+        let vocab = program.plan().vocab;
+        for (kind, chunks) in
+            [("prefill", vec![40]), ("step", vec![1; 40]), ("mixed", fixture.mixed_chunks.clone())]
+        {
+            program.reset(SLOT).expect("the slot exists");
+            let got = logits(&mut *program, &fixture.tokens, &chunks);
+            let (_, want) = fixture.golden(&format!("logits_f32_{kind}"));
+            let (error, equal) = (max_abs(&got, want), argmax_equal(&got, want, vocab));
+            println!(
+                "{name} on the GPU kernels, {kind}: max abs {error:.3}, top-1 equal {equal} of 40"
+            );
+            assert!(error <= bound && equal >= least, "{name} {kind}: {error}, {equal}");
+        }
+    }
+}
+
+/// The ids of `count` tokens after a prompt in two chunks; two steps in flight if `ahead`.
+fn generate(
+    program: &mut dyn Program,
+    slot: SlotId,
+    tokens: &[u32],
+    params: &SampleParams,
+    count: usize,
+    ahead: bool,
+) -> Result<Vec<u32>, StepError> {
+    program.reset(slot)?;
+    let (first, rest) = tokens.split_at(tokens.len() / 2);
+    program.run(Step::one(slot, Input::Tokens(first.to_vec()), Output::None))?;
+    let sample = || Output::Sample(params.clone());
+    let mut ids = Vec::new();
+    let mut flights: Vec<Ticket> = Vec::new();
+    flights.push(program.submit(Step::one(slot, Input::Tokens(rest.to_vec()), sample()))?);
+    let mut submitted = 1;
+    while ids.len() < count {
+        while submitted < count && flights.len() < if ahead { 2 } else { 1 } {
+            flights.push(program.submit(Step::one(slot, Input::LastSampled, sample()))?);
+            submitted += 1;
+        }
+        match &program.wait(flights.remove(0))?.segments[..] {
+            [SegmentOut::Sampled(sampled)] => ids.push(sampled.id),
+            other => panic!("{other:?}"),
+        }
+        if flights.is_empty() && submitted < count {
+            flights.push(program.submit(Step::one(slot, Input::LastSampled, sample()))?);
+            submitted += 1;
+        }
+    }
+    Ok(ids)
+}
+
+fn sampled() -> SampleParams {
+    SampleParams {
+        temperature: 0.9,
+        top_k: 40,
+        top_p: 0.95,
+        min_p: 0.01,
+        repetition_penalty: 1.1,
+        presence_penalty: 0.3,
+        frequency_penalty: 0.2,
+        seed: 7,
+        ..SampleParams::GREEDY
+    }
+}
+
+/// Greedy and drawn: the token goes from step to step on the device or through the host, one or two
+/// steps in flight, first or second slot: always the same ids.
+#[test]
+fn tokens_do_not_depend_on_how_they_are_handed_on() {
+    let fixture = Fixture::open("tiny-c");
+    let host = Tuning::without("token_handoff").expect("a switch");
+    let mut device = program(&fixture, Tuning::default());
+    let mut host = program(&fixture, host);
+    for params in [SampleParams::GREEDY, sampled()] {
+        let run = |p: &mut dyn Program, slot, ahead| {
+            generate(p, SlotId(slot), &fixture.tokens, &params, 12, ahead).expect("it runs")
+        };
+        let want = run(&mut *device, 0, true);
+        assert_eq!(run(&mut *device, 0, false), want, "one step in flight");
+        assert_eq!(run(&mut *device, 1, true), want, "another slot");
+        assert_eq!(run(&mut *host, 0, false), want, "through the host");
+    }
+}
+
+/// A surplus step is taken back, a snapshot restored: what follows is as if nothing had been.
+#[test]
+fn steps_are_taken_back_and_snapshots_restored() {
+    let fixture = Fixture::open("tiny-c");
+    let mut program = program(&fixture, Tuning::default());
+    let params = sampled();
+    let want = generate(&mut *program, SLOT, &fixture.tokens, &params, 12, true).expect("it runs");
+
+    let begun = generate(&mut *program, SLOT, &fixture.tokens, &params, 6, true).expect("it runs");
+    assert_eq!(begun, want[..6]);
+    let snapshot = program.snapshot(SLOT).expect("the slot is usable");
+    let step = |program: &mut dyn Program, slot| {
+        let step = Step::one(slot, Input::LastSampled, Output::Sample(params.clone()));
+        match &program.run(step).expect("the step runs").segments[..] {
+            [SegmentOut::Sampled(sampled)] => sampled.id,
+            other => panic!("{other:?}"),
+        }
+    };
+    for round in 0..3 {
+        assert_eq!(step(&mut *program, SLOT), want[6], "round {round}");
+        program.undo_last(SLOT).expect("a step of one token");
+        assert!(program.undo_last(SLOT).is_err(), "only the last one");
+    }
+    let after = program.snapshot(SLOT).expect("the slot is usable");
+    assert!(after == snapshot, "as if the steps had never run");
+    let other = SlotId(1);
+    program.restore(other, &snapshot).expect("the snapshot fits");
+    for (i, id) in want[6..].iter().enumerate() {
+        assert_eq!(step(&mut *program, other), *id, "token {i} after the snapshot");
+    }
+}
+
+const CHUNK: usize = 64;
+
+/// Scores of every token from the second on.
+fn scores(program: &mut dyn Program, ids: &[u32]) -> Vec<Score> {
+    program.reset(SLOT).expect("the slot exists");
+    let mut all = Vec::new();
+    for (input, targets) in ids[..ids.len() - 1].chunks(CHUNK).zip(ids[1..].chunks(CHUNK)) {
+        let step = Step::one(SLOT, Input::Tokens(input.to_vec()), Output::Scores(targets.to_vec()));
+        match &program.run(step).expect("the step runs").segments[..] {
+            [SegmentOut::Scores(list)] => all.extend_from_slice(list),
+            other => panic!("{other:?}"),
+        }
+    }
+    all
+}
+
+/// The demo model over the positions of `perplexity.json`: perplexity against mlx-lm's, most probable
+/// tokens against the CPU's precise mode, whose log-probabilities are those of mlx-lm.
+#[test]
+fn demo_perplexity_stays_near_mlx_lm() {
+    let checkpoint = lily_demo::open().expect("the demo model opens");
+    let load = |precision| lily_model::load(&checkpoint, precision).expect("the demo model loads");
+    let limits = Limits::new(1, 256, CHUNK);
+    let mut gpu = prepare(load(Precision::Standard), Tuning::default(), limits);
+    let cpu = lily_cpu::CpuDevice::new(lily_cpu::CpuOptions::default());
+    let model = load(Precision::Precise);
+    let mut precise =
+        cpu.prepare(Arc::clone(&model.plan), model.weights, limits).expect("the plan is prepared");
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo/golden");
+    let golden = read_json(&golden.join("perplexity.json"));
+    let list = |value: &Value| value.as_array().expect("a list").clone();
+    let (mut nll, mut want_nll, mut equal, mut count) = (0f64, 0f64, 0, 0);
+    for passage in list(&golden["passages"]) {
+        let ids: Vec<u32> =
+            list(&passage["ids"]).iter().map(|x| x.as_u64().expect("an id") as u32).collect();
+        let (got, exact) = (scores(&mut *gpu, &ids), scores(&mut *precise, &ids));
+        nll -= got.iter().map(|s| f64::from(s.logprob)).sum::<f64>();
+        want_nll -=
+            list(&passage["logprob"]).iter().map(|x| x.as_f64().expect("a number")).sum::<f64>();
+        count += got.len();
+        equal += got.iter().zip(&exact).filter(|(a, b)| a.top1 == b.top1).count();
+    }
+    let ratio = ((nll - want_nll) / count as f64).exp();
+    let agreement = equal as f64 / count as f64;
+    println!(
+        "{count} positions: perplexity {:.4} (mlx-lm {:.4}), ratio {ratio:.5}, top-1 equal {:.2} %",
+        (nll / count as f64).exp(),
+        (want_nll / count as f64).exp(),
+        100.0 * agreement
+    );
+    assert_eq!(count, 3 * 192);
+    assert!((ratio - 1.0).abs() <= 0.002, "perplexity ratio {ratio}");
+    assert!(agreement >= 0.97, "top-1 agreement {agreement}");
+}
