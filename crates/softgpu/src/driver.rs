@@ -8,6 +8,7 @@ use lily_gpu::{
 };
 
 use crate::compile::{Compiler, Library, Signature};
+use crate::fault::Fault;
 use crate::sanitize::{Job, Sanitizer};
 
 /// How kernels are run.
@@ -22,12 +23,22 @@ pub struct Options {
     pub compiler: Compiler,
     /// Runs each list in a process of its own, built with a sanitizer.
     pub sanitizer: Option<Sanitizer>,
+    /// A mistake made on purpose.
+    pub fault: Option<Fault>,
 }
 
 impl Default for Options {
+    /// In order of seed 1, as `softgpu`. Any test becomes one of a mistake, or one under a sanitizer, by the environment:
+    /// `SOFTGPU_FAULT` (see [`Fault::parse`]) and `SOFTGPU_SANITIZER` (`thread` or `address`).
     fn default() -> Self {
+        let named = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let sanitizer = named("SOFTGPU_SANITIZER").map(|name| {
+            Sanitizer::named(&name).expect("SOFTGPU_SANITIZER is `thread` or `address`")
+        });
+        let fault = named("SOFTGPU_FAULT")
+            .map(|fault| Fault::parse(&fault).expect("SOFTGPU_FAULT is FILE:LINE or stage:N"));
         let profile = Profile::named("softgpu").expect("a known profile");
-        Self { seed: Some(1), profile, compiler: Compiler::default(), sanitizer: None }
+        Self { seed: Some(1), profile, compiler: Compiler::default(), sanitizer, fault }
     }
 }
 
@@ -175,8 +186,14 @@ impl SoftDriver {
         order
     }
 
+    /// The stages of a list, less the one that a fault takes away.
+    fn stages(&self, list: &CommandList) -> Vec<std::ops::Range<usize>> {
+        let stages = list.stages().collect();
+        self.options.fault.as_ref().map_or_else(|| list.stages().collect(), |f| f.stages(stages))
+    }
+
     fn run_here(&mut self, list: &CommandList) -> Result<(), DriverError> {
-        for stage in list.stages() {
+        for stage in self.stages(list) {
             for i in self.shuffled(stage) {
                 self.run(&list.dispatches[i], list.pipelines[i])?;
             }
@@ -192,7 +209,7 @@ impl SoftDriver {
     fn run_apart(&mut self, list: &CommandList, sanitizer: Sanitizer) -> Result<(), DriverError> {
         let mut job = Job::new(self.options.compiler.folder()).map_err(DriverError::Invalid)?;
         let mut library: Option<Arc<Library>> = None;
-        for stage in list.stages() {
+        for stage in self.stages(list) {
             for i in self.shuffled(stage) {
                 let dispatch = &list.dispatches[i];
                 let kernel = self.checked(dispatch, list.pipelines[i])?.library.clone();
@@ -287,6 +304,9 @@ impl Driver for SoftDriver {
         kernels: &[&'static str],
     ) -> Result<Vec<Pipeline>, DriverError> {
         use std::hash::{DefaultHasher, Hash, Hasher};
+        // A text with a fault is compiled for these kernels alone.
+        let faulty = self.options.fault.as_ref().and_then(|f| f.text(text, kernels));
+        let text = &faulty.map_or_else(|| text.clone(), Arc::new);
         let mut hasher = DefaultHasher::new();
         text.hash(&mut hasher);
         let key = hasher.finish();

@@ -18,6 +18,17 @@ pub enum Sanitizer {
     Address,
 }
 
+impl Sanitizer {
+    /// By name: `thread` or `address`.
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
+            "thread" => Some(Self::Thread),
+            "address" => Some(Self::Address),
+            _ => None,
+        }
+    }
+}
+
 /// Characters of a report that are kept.
 const REPORT: usize = 3000;
 
