@@ -18,7 +18,7 @@ import sys
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 KERNELS = os.path.join(ROOT, "crates", "gpu", "kernels")
 ELSEWHERE = {"tile_mma.h": "CUDA's", "tile_mpp.h": "Metal 4's"}
-# Where a file's kernels are tested: test binary and CASES of the conformance test.
+# Where a file's kernels are tested: test binary, and CASES of the conformance test or a part of the names of other tests.
 TESTS = {
     "attention": [("conformance", "attention/"), ("attention", "")],
     "delta": [("delta", "")],
@@ -29,7 +29,7 @@ TESTS = {
     "moe": [("conformance", "experts"), ("moe", "")],
     "sample": [("sample", "")],
     "tile": [("conformance", "linear/"), ("conformance", "experts_in")],
-    "stage": [("delta", "")],
+    "stage": [("delta", "layers_do_not_wait")],
 }
 
 
@@ -61,7 +61,8 @@ def outcome(executable, fault, cases, sanitizer):
     """How a test saw the fault, or None."""
     environment = dict(os.environ, SOFTGPU_FAULT=fault, SOFTGPU_SANITIZER=sanitizer, CASES=cases, RUST_BACKTRACE="0")
     try:
-        run = subprocess.run([executable], cwd=os.path.join(ROOT, "crates", "softgpu"), env=environment, text=True,
+        names = [] if executable.split("/")[-1].startswith("conformance") else cases.split()
+        run = subprocess.run([executable, *names], cwd=os.path.join(ROOT, "crates", "softgpu"), env=environment, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1200)
     except subprocess.TimeoutExpired:
         return None
