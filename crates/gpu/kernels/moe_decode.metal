@@ -78,6 +78,7 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   in.x = x;
   in.cols = p.k * p.down.cols;
   in.rows = 1;
+  in.normed = false;
   stage_x<F>(in, 0, in.cols, p.lanes, tile, 0, tid, 256);
   in.x = shared_x;
   in.cols = p.shared_down.cols;
