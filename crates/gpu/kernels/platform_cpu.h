@@ -55,10 +55,23 @@ template <class... A, size_t... I> inline void emu_call(void (*f)(uint3, uint3, 
 template <class... A> inline void emu_bind(void (*f)(uint3, uint3, uint3, uint, uint, A...), void *const *s, const emu::Ids &d) { emu_call(f, s, d, std::index_sequence_for<A...>{}); }
 template <class... A> constexpr uint emu_count(void (*)(uint3, uint3, uint3, uint, uint, A...)) { return sizeof...(A); }
 template <class... A> constexpr uint emu_args_bytes(void (*)(uint3, uint3, uint3, uint, uint, A...)) { return (0 + ... + emu_arg<A>::is_args); }
+// With EMU_ONLY defined, only kernels with a define EMU_KEEP_name (of `0,`) are compiled: for checks that need a few of many.
+#define EMU_SECOND(a, b, ...) b
+#define EMU_DEFINED(x) EMU_SECOND(x 1, 0, 0)
+#ifdef EMU_ONLY
+#define EMU_KEPT(name) EMU_DEFINED(EMU_KEEP_##name)
+#else
+#define EMU_KEPT(name) 1
+#endif
+#define EMU_ENTRY_0(name, maxthreads)
+#define EMU_ENTRY_1(name, maxthreads) \
+  static void name##_body(void *s, const emu::Ids &d) { emu_bind(name, (void *const *)s, d); } \
+  static emu::Entry name##_entry(#name, name##_body, maxthreads, emu_count(name), emu_args_bytes(name));
+#define EMU_JOIN2(a, b) a##b
+#define EMU_JOIN(a, b) EMU_JOIN2(a, b)
 #define KERNEL(name, maxthreads, ...) \
   static void name(uint3, uint3, uint3, uint, uint, __VA_ARGS__); \
-  static void name##_body(void *s, const emu::Ids &d) { emu_bind(name, (void *const *)s, d); } \
-  static emu::Entry name##_entry(#name, name##_body, maxthreads, emu_count(name), emu_args_bytes(name)); \
+  EMU_JOIN(EMU_ENTRY_, EMU_KEPT(name))(name, maxthreads) \
   static void name(uint3 k_group, uint3 k_thread, uint3 k_groups, uint k_lane, uint k_simd, __VA_ARGS__)
 #define tg_barrier() emu::barrier(__FILE__, __LINE__, false)
 #define simd_fence() emu::barrier(__FILE__, __LINE__, true)

@@ -47,7 +47,7 @@ Entry *&Entry::head() { static Entry *h; return h; }
 enum St : uint8_t { RUN, AT_SIMD, AT_SIMDBAR, AT_BAR, DONE };
 struct Fiber {
   void *sp = nullptr; char *stack = nullptr; Ids ids; St st; const char *file; int line, op; uint32_t parity, nbar, nsimd;
-  void *tsan = nullptr, *fake = nullptr; uint64_t hb = 0;
+  void *tsan = nullptr, *fake = nullptr;
 #ifndef HAND
   ucontext_t uc;
 #endif
@@ -95,12 +95,9 @@ static void entry() {
 #if defined(EMU_ASAN)
   __sanitizer_finish_switch_fiber(nullptr, &w.mstk, &w.msz);
 #endif
-#if defined(EMU_TSAN)
-  __tsan_acquire(&w.cur->hb);   // the slot's stack is used again
-#endif
   w.body(w.closure, w.cur->ids); w.cur->st = DONE;
 #if defined(EMU_TSAN)
-  __tsan_release(&w.cur->hb); __tsan_release(&w.hb_end);
+  __tsan_release(&w.hb_end);
 #endif
   to_main(w); abort();
 }
@@ -124,6 +121,8 @@ static void to_fiber(World &w, Fiber *f) {
 static void prepare(Fiber *f) {
 #if defined(EMU_TSAN)
   if (f->tsan) __tsan_destroy_fiber(f->tsan);
+  // A new mapping has no past: no false race with the last thread on this stack, and no edge from it that would hide a true one.
+  mmap(f->stack, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   f->tsan = __tsan_create_fiber(0);
 #endif
 #ifdef HAND

@@ -6,8 +6,11 @@ use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::sanitize::Sanitizer;
+
 const EMULATOR: &str = include_str!("../emu/emu.cpp");
 const HEADER: &str = include_str!("../emu/emu.h");
+const RUNNER: &str = include_str!("../emu/runner.cpp");
 
 /// Why a kernel text has no library.
 #[derive(Debug)]
@@ -46,44 +49,103 @@ impl Compiler {
         (source, EMULATOR, HEADER, &self.program, &self.flags).hash(&mut hasher);
         let target = self.folder.join(format!("{:016x}.so", hasher.finish()));
         if !target.is_file() {
-            self.build(source, &target)?;
+            self.build_with(&target, |folder| self.compile(source, folder))?;
         }
         Library::open(&target)
     }
 
+    /// Where results are kept.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The program that runs a command list of a kernel text under a sanitizer.
+    pub(crate) fn runner(
+        &self,
+        source: &str,
+        sanitizer: Sanitizer,
+    ) -> Result<PathBuf, CompileError> {
+        let mut hasher = DefaultHasher::new();
+        (source, EMULATOR, HEADER, RUNNER, &self.program, sanitizer).hash(&mut hasher);
+        let target = self.folder.join(format!("{:016x}", hasher.finish()));
+        if !target.is_file() {
+            self.build_with(&target, |folder| self.compile_runner(source, sanitizer, folder))?;
+        }
+        Ok(target)
+    }
+
+    fn compile_runner(
+        &self,
+        source: &str,
+        sanitizer: Sanitizer,
+        folder: &Path,
+    ) -> Result<PathBuf, CompileError> {
+        write_sources(source, folder)?;
+        let common = ["-std=c++17", "-O1", "-g1", "-w", "-ffp-contract=off", "-march=native"];
+        // TSan must not see the emulator's own work: it switches stacks and passes values between threads.
+        let (define, flags, emulator): (_, &[&str], &[&str]) = match sanitizer {
+            Sanitizer::Thread => ("-DEMU_TSAN", &["-fsanitize=thread"], &[]),
+            Sanitizer::Address => {
+                let both = &["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"];
+                ("-DEMU_ASAN", both, both)
+            }
+        };
+        self.run(folder, &[&common[..], &[define], emulator, &["-c", "emu.cpp"]].concat())?;
+        let sources = [define, "-o", "runner", "kernels.cpp", "runner.cpp", "emu.o"];
+        self.run(folder, &[&common[..], flags, &sources[..]].concat())?;
+        Ok(folder.join("runner"))
+    }
+
     /// Builds beside the target and renames, so that tests in parallel never see half a file.
-    fn build(&self, source: &str, target: &Path) -> Result<(), CompileError> {
+    fn build_with(
+        &self,
+        target: &Path,
+        compile: impl FnOnce(&Path) -> Result<PathBuf, CompileError>,
+    ) -> Result<(), CompileError> {
         let io = |what: &Path, e: std::io::Error| CompileError(format!("{}: {e}", what.display()));
         let own = format!("{}-{:?}", std::process::id(), std::thread::current().id());
         let own: String = own.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
         let folder = self.folder.join(format!("build-{own}"));
         std::fs::create_dir_all(&folder).map_err(|e| io(&folder, e))?;
-        let result = self
-            .compile(source, &folder)
+        let result = compile(&folder)
             .and_then(|built| std::fs::rename(&built, target).map_err(|e| io(target, e)));
         let _ = std::fs::remove_dir_all(&folder);
         result
     }
 
     fn compile(&self, source: &str, folder: &Path) -> Result<PathBuf, CompileError> {
-        for (name, text) in [("emu.h", HEADER), ("emu.cpp", EMULATOR), ("kernels.cpp", source)] {
-            let path = folder.join(name);
-            std::fs::write(&path, text)
-                .map_err(|e| CompileError(format!("{}: {e}", path.display())))?;
-        }
+        write_sources(source, folder)?;
+        let flags: Vec<&str> = self.flags.iter().map(String::as_str).collect();
+        let rest = ["-shared", "-o", "kernels.so", "emu.cpp", "kernels.cpp"];
+        self.run(folder, &[&flags[..], &rest].concat())?;
+        Ok(folder.join("kernels.so"))
+    }
+
+    /// Runs the compiler in a folder.
+    fn run(&self, folder: &Path, arguments: &[&str]) -> Result<(), CompileError> {
         let mut command = Command::new(&self.program);
-        command.args(&self.flags).args(["-shared", "-o", "kernels.so", "emu.cpp", "kernels.cpp"]);
-        let output = command.current_dir(folder).output().map_err(|e| {
+        let output = command.args(arguments).current_dir(folder).output().map_err(|e| {
             CompileError(format!(
                 "the C++ compiler `{}` does not run ({e}); install one or name it in CXX",
                 self.program
             ))
         })?;
-        if !output.status.success() {
-            return Err(CompileError(String::from_utf8_lossy(&output.stderr).into_owned()));
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(CompileError(String::from_utf8_lossy(&output.stderr).into_owned())),
         }
-        Ok(folder.join("kernels.so"))
     }
+}
+
+fn write_sources(source: &str, folder: &Path) -> Result<(), CompileError> {
+    let files =
+        [("emu.h", HEADER), ("emu.cpp", EMULATOR), ("runner.cpp", RUNNER), ("kernels.cpp", source)];
+    for (name, text) in files {
+        let path = folder.join(name);
+        std::fs::write(&path, text)
+            .map_err(|e| CompileError(format!("{}: {e}", path.display())))?;
+    }
+    Ok(())
 }
 
 /// What a kernel takes.

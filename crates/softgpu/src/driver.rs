@@ -8,6 +8,8 @@ use lily_gpu::{
 };
 
 use crate::compile::{Compiler, Library, Signature};
+use crate::fault::Fault;
+use crate::sanitize::{Job, Sanitizer};
 
 /// How kernels are run.
 #[derive(Clone, Debug)]
@@ -19,12 +21,24 @@ pub struct Options {
     pub profile: Profile,
     /// The compiler.
     pub compiler: Compiler,
+    /// Runs each list in a process of its own, built with a sanitizer.
+    pub sanitizer: Option<Sanitizer>,
+    /// A mistake made on purpose.
+    pub fault: Option<Fault>,
 }
 
 impl Default for Options {
+    /// In order of seed 1, as `softgpu`. Any test becomes one of a mistake, or one under a sanitizer, by the environment:
+    /// `SOFTGPU_FAULT` (see [`Fault::parse`]) and `SOFTGPU_SANITIZER` (`thread` or `address`).
     fn default() -> Self {
+        let named = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let sanitizer = named("SOFTGPU_SANITIZER").map(|name| {
+            Sanitizer::named(&name).expect("SOFTGPU_SANITIZER is `thread` or `address`")
+        });
+        let fault = named("SOFTGPU_FAULT")
+            .map(|fault| Fault::parse(&fault).expect("SOFTGPU_FAULT is FILE:LINE or stage:N"));
         let profile = Profile::named("softgpu").expect("a known profile");
-        Self { seed: Some(1), profile, compiler: Compiler::default() }
+        Self { seed: Some(1), profile, compiler: Compiler::default(), sanitizer, fault }
     }
 }
 
@@ -105,7 +119,8 @@ impl SoftDriver {
         (self.order.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33) as u32
     }
 
-    fn run(&mut self, dispatch: &Dispatch, pipeline: Pipeline) -> Result<(), DriverError> {
+    /// The kernel of a dispatch that fits it in all that the host can tell.
+    fn checked(&self, dispatch: &Dispatch, pipeline: Pipeline) -> Result<&Kernel, DriverError> {
         let invalid = |why: String| DriverError::Invalid(format!("{}: {why}", dispatch.kernel));
         let kernel = self
             .kernels
@@ -126,12 +141,20 @@ impl SoftDriver {
                 dispatch.args.len()
             )));
         }
-        let mut pointers: Vec<*mut c_void> = Vec::new();
         for binding in &dispatch.bindings {
-            let (_, memory) = self.range(binding.buffer, binding.offset, binding.bytes)?;
+            self.range(binding.buffer, binding.offset, binding.bytes)?;
             if !binding.offset.is_multiple_of(16) {
                 return Err(invalid(format!("offset {} is no multiple of 16", binding.offset)));
             }
+        }
+        Ok(kernel)
+    }
+
+    fn run(&mut self, dispatch: &Dispatch, pipeline: Pipeline) -> Result<(), DriverError> {
+        let kernel = self.checked(dispatch, pipeline)?;
+        let mut pointers: Vec<*mut c_void> = Vec::new();
+        for binding in &dispatch.bindings {
+            let (_, memory) = self.range(binding.buffer, binding.offset, binding.bytes)?;
             let base = memory.as_ptr().cast::<u8>().cast_mut();
             pointers.push(base.wrapping_add(binding.offset as usize).cast());
         }
@@ -146,6 +169,75 @@ impl SoftDriver {
         unsafe { library.launch(&name, dispatch.groups, dispatch.threads, &mut pointers, order) }
             .map_err(|reason| DriverError::Kernel { kernel: dispatch.kernel.into(), reason })?;
         *self.stats.launches.entry(dispatch.kernel).or_default() += 1;
+        Ok(())
+    }
+}
+
+impl SoftDriver {
+    /// The dispatches of a stage in the order in which they run.
+    fn shuffled(&mut self, stage: std::ops::Range<usize>) -> Vec<usize> {
+        let mut order: Vec<usize> = stage.collect();
+        if self.options.seed.is_some() {
+            for i in (1..order.len()).rev() {
+                let other = self.random() as usize % (i + 1);
+                order.swap(i, other);
+            }
+        }
+        order
+    }
+
+    /// The stages of a list, less the one that a fault takes away.
+    fn stages(&self, list: &CommandList) -> Vec<std::ops::Range<usize>> {
+        let stages = list.stages().collect();
+        self.options.fault.as_ref().map_or_else(|| list.stages().collect(), |f| f.stages(stages))
+    }
+
+    fn run_here(&mut self, list: &CommandList) -> Result<(), DriverError> {
+        for stage in self.stages(list) {
+            for i in self.shuffled(stage) {
+                self.run(&list.dispatches[i], list.pipelines[i])?;
+            }
+            if let Some((_, library)) = self.libraries.values().next() {
+                library.barrier();
+            }
+            self.stats.stages += 1;
+        }
+        Ok(())
+    }
+
+    /// Runs a list under a sanitizer; what it wrote comes back only if nothing was found.
+    fn run_apart(&mut self, list: &CommandList, sanitizer: Sanitizer) -> Result<(), DriverError> {
+        let mut job = Job::new(self.options.compiler.folder()).map_err(DriverError::Invalid)?;
+        let mut library: Option<Arc<Library>> = None;
+        for stage in self.stages(list) {
+            for i in self.shuffled(stage) {
+                let dispatch = &list.dispatches[i];
+                let kernel = self.checked(dispatch, list.pipelines[i])?.library.clone();
+                if Arc::ptr_eq(library.get_or_insert_with(|| kernel.clone()), &kernel) {
+                    let order = self.options.seed.is_some().then(|| self.random());
+                    let bytes = |b: Buffer| {
+                        let (size, memory) = &self.buffers[&b];
+                        &bytes(memory)[..*size as usize]
+                    };
+                    job.dispatch(dispatch, order, bytes).map_err(DriverError::Invalid)?;
+                } else {
+                    let why = "a list under a sanitizer takes kernels of one text";
+                    return Err(DriverError::Invalid(why.into()));
+                }
+                *self.stats.launches.entry(dispatch.kernel).or_default() += 1;
+            }
+            job.stage();
+            self.stats.stages += 1;
+        }
+        let Some(library) = library else { return Ok(()) };
+        let text = self.libraries.values().find(|(_, l)| Arc::ptr_eq(l, &library));
+        let Some((text, _)) = text else { return Ok(()) };
+        let runner = self.options.compiler.runner(&text.source, sanitizer).map_err(|e| {
+            DriverError::Compile { device: self.options.profile.name.clone(), log: e.0 }
+        })?;
+        for (buffer, data) in job.run(&runner)? {
+            self.write(buffer, 0, &data)?;
+        }
         Ok(())
     }
 }
@@ -212,6 +304,9 @@ impl Driver for SoftDriver {
         kernels: &[&'static str],
     ) -> Result<Vec<Pipeline>, DriverError> {
         use std::hash::{DefaultHasher, Hash, Hasher};
+        // A text with a fault is compiled for these kernels alone.
+        let faulty = self.options.fault.as_ref().and_then(|f| f.text(text, kernels));
+        let text = &faulty.map_or_else(|| text.clone(), Arc::new);
         let mut hasher = DefaultHasher::new();
         text.hash(&mut hasher);
         let key = hasher.finish();
@@ -251,21 +346,9 @@ impl Driver for SoftDriver {
         if list.pipelines.len() != list.dispatches.len() {
             return Err(DriverError::Invalid("a dispatch has no pipeline".into()));
         }
-        for stage in list.stages() {
-            let mut order: Vec<usize> = stage.collect();
-            if self.options.seed.is_some() {
-                for i in (1..order.len()).rev() {
-                    let other = self.random() as usize % (i + 1);
-                    order.swap(i, other);
-                }
-            }
-            for i in order {
-                self.run(&list.dispatches[i], list.pipelines[i])?;
-            }
-            if let Some((_, library)) = self.libraries.values().next() {
-                library.barrier();
-            }
-            self.stats.stages += 1;
+        match self.options.sanitizer {
+            Some(sanitizer) => self.run_apart(list, sanitizer)?,
+            None => self.run_here(list)?,
         }
         self.stats.threads = self.libraries.values().map(|(_, library)| library.stats()[0]).sum();
         self.submissions += 1;

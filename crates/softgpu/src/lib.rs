@@ -8,6 +8,10 @@
 
 mod compile;
 mod driver;
+mod fault;
+mod sanitize;
 
 pub use compile::{CompileError, Compiler};
 pub use driver::{Options, SoftDriver, Stats};
+pub use fault::Fault;
+pub use sanitize::Sanitizer;
