@@ -1,6 +1,6 @@
 // Matrix products for many rows: out[row][n] = Σ_k x[row][k] · w[n][k].
 //
-// Blocks of 32 rows, then at most one or two of 16 (`blocks`, from the host's policy), times N columns. Weights are read once
+// `blocks` blocks of TILE_LARGE rows, then some of 16 (the host's policy), times N columns. Weights are read once
 // a block of rows, from L2 but for the first; x and out once a block of columns.
 
 template <uint F, uint N>
@@ -8,19 +8,20 @@ FN void gemm_rows(const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE fl
                   TG uint *mem, uint column_block, uint row_block, uint tid, uint lane, uint simd)
 {
   const bool tail = row_block >= p.blocks;
-  const uint first = tail ? p.blocks * 32 + (row_block - p.blocks) * 16 : row_block * 32;
+  const uint first = tail ? p.blocks * TILE_LARGE + (row_block - p.blocks) * 16 : row_block * TILE_LARGE;
   const uint rows = p.rows - first, col = column_block * N;
   const DenseRows a = {x, first, rows, p.w.cols};
   const StoreRows e = {out, residual, first, rows, col, p.w.rows, p.store};
   const WeightRows w = weight_rows(slab, p.w, 0, col);
   if (tail) gemm_tile<16, N, F>(a, w, e, p.w.cols, mem, tid, lane, simd);
-  else gemm_tile<32, N, F>(a, w, e, p.w.cols, mem, tid, lane, simd);
+  else gemm_tile<TILE_LARGE, N, F>(a, w, e, p.w.cols, mem, tid, lane, simd);
 }
 
+#define GEMM_WORDS(N) (TILE_WORDS(TILE_LARGE, N) > TILE_WORDS(16, N) ? TILE_WORDS(TILE_LARGE, N) : TILE_WORDS(16, N))
 #define GEMM(name, F, N) \
   KERNEL(name, 128, IN(0, uint, slab), IN(1, bf16, x), IN(2, float, residual), OUT(3, uint, out), ARGS(4, GemmArgs, p)) \
   { \
-    SHARED(uint, mem, TILE_WORDS(32, N)); \
+    SHARED(uint, mem, GEMM_WORDS(N)); \
     gemm_rows<F, N>(slab, x, residual, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
   }
 GEMM(gemm_q4_n64, Q4, 64)

@@ -5,7 +5,7 @@
 // chosen by the entry's expert.
 template <uint F, uint R, uint TILE>
 FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, const DEVICE uint *ids, DEVICE bf16 *out,
-                     CONSTANT ExpertsArgs &p, TG uint *tile, uint block, uint entry, uint lane, uint simd, uint tid)
+                     CONSTANT ExpertsArgs &p, TG uint *tile, TG float *sums, uint block, uint entry, uint lane, uint simd, uint tid)
 {
   const bool paired = p.paired != 0;
   const uint each = paired ? R / 2 : R;
@@ -26,8 +26,10 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   const Rows a = rows_of(a_slab, p.a, expert);
   Rows b = a;
   if (paired) b = rows_of(b_slab, p.b, expert);
-  float acc[R];
-  gemv_sums<F, R, 1, TILE>(a, b, paired, at, in, tile, acc);
+  const uint W = R * 8, A = R * 2;
+  uint q[W];
+  float affine[A], acc[R];
+  gemv_block<true, F, R, 1, TILE>(a, b, paired, at, false, 0, in, tile, sums, q, affine, acc);
 #pragma unroll
   for (uint r = 0; r < R; r++) {
     const uint row = at.first + r * at.beside;
@@ -39,11 +41,12 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
 KERNEL(decode_experts, 256, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, bf16, out), ARGS(5, ExpertsArgs, p))
 {
   SHARED(uint, tile, 2048);
+  SHARED(float, sums, 256);
   const uint f = p.a.format;
-  if (f == Q4) expert_block<Q4, 4, 4096>(a, b, x, ids, out, p, tile, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
-  else if (f == Q8) expert_block<Q8, 4, 4096>(a, b, x, ids, out, p, tile, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
-  else if (f == BF16) expert_block<BF16, 4, 4096>(a, b, x, ids, out, p, tile, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
-  else expert_block<F32, 4, 4096>(a, b, x, ids, out, p, tile, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  if (f == Q4) expert_block<Q4, 4, 2048>(a, b, x, ids, out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else if (f == Q8) expert_block<Q8, 4, 2048>(a, b, x, ids, out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else if (f == BF16) expert_block<BF16, 4, 2048>(a, b, x, ids, out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else expert_block<F32, 4, 2048>(a, b, x, ids, out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
 }
 
 // Packet i of row `col` of eight experts, from rank `first` on.
@@ -64,8 +67,8 @@ FN void load_experts(const DEVICE uint *slab, CONSTANT ExpertsSumArgs &p, const 
 // before the lanes are summed. All inputs wait in threadgroup memory. `lanes` divides the packets of both matrices' rows.
 template <uint F>
 FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, const DEVICE uint *x, const DEVICE uint *ids,
-                     const DEVICE float *weights, const DEVICE uint *shared_x, float gate, CONSTANT ExpertsSumArgs &p, TG uint *tile,
-                     uint col, uint part, uint tid)
+                     const DEVICE float *weights, const DEVICE uint *shared_x, float gate, CONSTANT ExpertsSumArgs &p, TG float *tile,
+                     TG float *sums, uint col, uint part, uint tid)
 {
   const uint elements = packet_elements<F>(), packets = p.down.cols / elements, shared_packets = p.shared_down.cols / elements;
   const Rows shared_rows = rows_of(shared_down, p.shared_down, 0);
@@ -73,16 +76,16 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   float affine[16], shared_affine[2];
   load_experts<F>(down, p, ids, 0, col, part, q, affine);
   load_packet<F>(shared_rows, col, shared_packets, part, shared_q, shared_affine);
-  TG uint *shared_tile = tile + p.k * p.down.cols / 2;
+  TG float *shared_tile = tile + p.k * p.down.cols, *shared_sums = sums + p.k * p.down.cols / 8;
   GemvInput in;
   in.x = x;
   in.cols = p.k * p.down.cols;
   in.rows = 1;
   in.normed = false;
-  stage_x<F>(in, 0, in.cols, p.lanes, tile, 0, tid, 256);
+  stage_scaled<F>(in, 0, in.cols, p.lanes, tile, 0, sums, tid, 256);
   in.x = shared_x;
   in.cols = p.shared_down.cols;
-  stage_x<F>(in, 0, in.cols, p.lanes, shared_tile, 0, tid, 256);
+  stage_scaled<F>(in, 0, in.cols, p.lanes, shared_tile, 0, shared_sums, tid, 256);
   tg_barrier();
   float sum[1] = {0.0f};
   for (uint first = 0; first < p.k; first += 8)
@@ -92,15 +95,17 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
       for (uint e = 0; e < 8; e++) {
         if (first + e >= p.k) continue;
         float dot[1] = {0.0f};
-        const uint at = ((first + e) * packets + i - part) * (elements / 8) + part;
-        dot_packets<F, 1, 1>(q + e * 8, affine + e * 2, tile + at * 4, 0, p.lanes * 4, 1, dot);
+        const uint packet = (first + e) * packets + i;
+        dot_scaled<F, 1, 1>(q + e * 8, affine + e * 2, tile + ((packet - part) * (elements / 4) + part) * 4, 0, p.lanes * 4,
+                            sums + packet * (elements / 8), 0, 1, dot);
         sum[0] = fma(weights[first + e], dot[0], sum[0]);
       }
     }
   for (uint i = part; i < shared_packets; i += p.lanes) {
     if (i > part) load_packet<F>(shared_rows, col, shared_packets, i, shared_q, shared_affine);
     float dot[1] = {0.0f};
-    dot_packets<F, 1, 1>(shared_q, shared_affine, shared_tile + ((i - part) * (elements / 8) + part) * 4, 0, p.lanes * 4, 1, dot);
+    dot_scaled<F, 1, 1>(shared_q, shared_affine, shared_tile + ((i - part) * (elements / 4) + part) * 4, 0, p.lanes * 4,
+                        shared_sums + i * (elements / 8), 0, 1, dot);
     sum[0] = fma(gate, dot[0], sum[0]);
   }
   lanes_sum<1>(sum, p.lanes);
@@ -111,7 +116,8 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
 KERNEL(decode_experts_out, 256, IN(0, uint, down), IN(1, uint, shared_down), IN(2, uint, x), IN(3, uint, ids), IN(4, float, weights),
        IN(5, uint, shared_x), IN(6, float, shared_gate), IN(7, float, residual), OUT(8, float, out), ARGS(9, ExpertsSumArgs, p))
 {
-  SHARED(uint, tile, 4096);
+  SHARED(float, tile, 6144);
+  SHARED(float, sums, 768);
   const uint row = k_group.y, col = k_group.x * (256 / p.lanes) + k_thread.x / p.lanes, part = k_lane & (p.lanes - 1);
   const uint there = min(col, p.down.rows - 1), f = p.down.format;
   const DEVICE uint *my_x = x + ulong(row) * p.k * (p.down.cols / 2), *my_ids = ids + row * p.k;
@@ -119,10 +125,10 @@ KERNEL(decode_experts_out, 256, IN(0, uint, down), IN(1, uint, shared_down), IN(
   const DEVICE float *my_weights = weights + row * p.k;
   const float gate = sigmoid(shared_gate[row]);
   float sum;
-  if (f == Q4) sum = experts_sum<Q4>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, there, part, k_thread.x);
-  else if (f == Q8) sum = experts_sum<Q8>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, there, part, k_thread.x);
-  else if (f == BF16) sum = experts_sum<BF16>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, there, part, k_thread.x);
-  else sum = experts_sum<F32>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, there, part, k_thread.x);
+  if (f == Q4) sum = experts_sum<Q4>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, sums, there, part, k_thread.x);
+  else if (f == Q8) sum = experts_sum<Q8>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, sums, there, part, k_thread.x);
+  else if (f == BF16) sum = experts_sum<BF16>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, sums, there, part, k_thread.x);
+  else sum = experts_sum<F32>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, sums, there, part, k_thread.x);
   const ulong at = ulong(row) * p.down.rows + col;
   if (part == 0 && col < p.down.rows) out[at] = residual[at] + sum;
 }

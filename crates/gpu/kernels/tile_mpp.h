@@ -1,6 +1,7 @@
 #ifdef K_TENSOR
 // Matrix tiles by Metal 4 tensor operations: both operands staged in threadgroup memory, the sums in a cooperative tensor of
 // four simdgroups. No assumption about which thread holds which element.
+#define TILE_LARGE 32u
 #define TILE_WORDS(M, N) ((M) * ((N) + 4) > ((M) + (N)) * 16 ? (M) * ((N) + 4) : ((M) + (N)) * 16)
 
 template <uint M, uint N, uint F, class A, class B, class E>

@@ -1,6 +1,7 @@
 #ifdef K_PLAIN
 // Matrix tiles by a plain loop, the simplest there is: what the others are compared with.
 #define TILE_STRIDE 34u
+#define TILE_LARGE 32u
 #define TILE_WORDS(M, N) ((M) * ((N) + 4) > ((M) + (N)) * 17 ? (M) * ((N) + 4) : ((M) + (N)) * 17)
 
 template <uint M, uint N, uint F, class A, class B, class E>

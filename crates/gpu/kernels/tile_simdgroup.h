@@ -4,6 +4,7 @@
 // A step of 32 of K: 128 threads fetch 8 elements each of a and 16 of w, dequantize them into threadgroup memory, and each of
 // four simdgroups multiplies all M rows with its quarter of the columns. The next step's loads are issued before that.
 #define TILE_STRIDE 40u   // elements from row to row: 32 and a pad that spreads rows over banks
+#define TILE_LARGE 32u
 #define TILE_WORDS(M, N) ((M) * ((N) + 4) > ((M) + (N)) * 20 ? (M) * ((N) + 4) : ((M) + (N)) * 20)
 
 template <uint M, uint N, uint F, class A, class B, class E>

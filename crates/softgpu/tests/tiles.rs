@@ -4,14 +4,14 @@ mod mma;
 mod operands;
 
 use lily_gpu::kernels::gemm::{Epilogue, Product, dense};
-use lily_gpu::{Text, Tuning};
+use lily_gpu::{Platform, Text, Tuning};
 use lily_ops::{ElementType, WeightFormat};
 use lily_softgpu::{Compiler, Options};
 use operands::{Rig, TestWeight, close, text_of};
 
 const FILES: &[&str] = &[
     "common.metal",
-    "gemv.metal",
+    "gemv_dot.metal",
     "tile_load.metal",
     "tile_simdgroup.h",
     "tile_mpp.h",
@@ -78,6 +78,7 @@ fn shapes(mut rig: Rig, what: &str) {
             (33, 65, 192),
             (31, 40, 2048),
             (65, 130, 64),
+            (100, 70, 64),
         ] {
             let (got, want) = product(&mut rig, format, rows, width, cols);
             close(&format!("{what}: {format:?}, {rows}x{cols}->{width}"), &got, &want, 1e-5);
@@ -109,13 +110,14 @@ fn tensor_operations() {
 /// Copies that are under way until they are waited for; ldmatrix and mma.sync as attention's tests have them.
 const ASYNC_COPIES: &str = r#"
 #include <vector>
-struct Copy { unsigned *to; const void *from; bool there; };
+struct Copy { void *to; const void *from; bool there; };
+template <class T> static T *shared_address(T *p) { return p; }
 static thread_local std::vector<Copy> *copies;
 static std::vector<Copy> &own_copies() {
   if (!copies) copies = new std::vector<Copy>[1024];
   return copies[emu::simd() * 32 + emu::lane()];
 }
-static void copy_async(unsigned *to, const void *from, bool there) { own_copies().push_back({to, from, there}); }
+static void copy_async(void *to, const void *from, bool there) { own_copies().push_back({to, from, there}); }
 static void copy_wait() {
   for (const Copy &c : own_copies()) {
     if (c.there) memcpy(c.to, c.from, 16);
@@ -123,15 +125,17 @@ static void copy_wait() {
   }
   own_copies().clear();
 }
-template <class T> static void load_matrices(unsigned *r, const T *row) { flash_load(r, row); }
-static void multiply_16x8(float *d, const unsigned *a, unsigned b0, unsigned b1) { flash_multiply(d, a, b0, b1); }
+template <class T> static void load_matrices(unsigned (&r)[4], const T *row) { flash_load(r, row); }
+static void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { flash_multiply(d, a, b0, b1); }
 "#;
 
 #[test]
 fn mma_sync() {
     let prelude = [mma::PRELUDE, ASYNC_COPIES].concat();
     let files: Vec<&str> = FILES.iter().copied().chain(["tile_mma.h"]).collect();
-    shapes(Rig::new(text_of("#define K_MMA 1\n", &prelude, &files)), "mma");
+    let mut rig = Rig::new(text_of("#define K_MMA 1\n", &prelude, &files));
+    rig.profile.platform = Platform::Cuda;
+    shapes(rig, "mma");
 }
 
 /// Bits of one product under a tuning, and the kernels that made it.

@@ -5,7 +5,7 @@ use lily_ops::ElementType;
 use crate::kernel_args;
 use crate::kernels::common::{Context, DeviceWeight, Matrix};
 use crate::list::{Access, Binding, Operand, Recorder};
-use crate::profile::Profile;
+use crate::profile::{Platform, Profile};
 use crate::scratch::Scratch;
 use crate::tuning::Tuning;
 
@@ -16,7 +16,7 @@ kernel_args! {
         w: Matrix,
         /// Rows of activations.
         rows: u32,
-        /// Blocks of 32 rows; the threadgroups after those have 16 rows each.
+        /// Large blocks of rows; the threadgroups after those have 16 rows each.
         blocks: u32,
         /// 0: bf16, 1: f32, 2: added to an f32 residual.
         store: u32,
@@ -48,16 +48,26 @@ pub struct Tiles {
     pub kernel: &'static str,
     /// Columns of a tile.
     pub columns: u32,
-    /// Blocks of 32 rows.
+    /// Large blocks of rows.
     pub large: u32,
     /// Blocks of 16 rows after those.
     pub small: u32,
 }
 
-/// Rows in blocks of 32, what is left in one of 16 if that is enough; all in blocks of 16 without `adaptive`.
-pub fn row_blocks(rows: u32, adaptive: bool) -> (u32, u32) {
-    let large = if adaptive { (rows + 15) / 32 } else { 0 };
-    (large, rows.saturating_sub(large * 32).div_ceil(16))
+/// Rows of a large block of the grouped products, and of the dense ones except on CUDA.
+pub const LARGE: u32 = 32;
+
+/// Rows of a large block of a dense product. A weight is dequantized once a block: against the matrix units of
+/// CUDA's devices that is dear.
+pub fn large_rows(platform: Platform) -> u32 {
+    if platform == Platform::Cuda { 64 } else { LARGE }
+}
+
+/// Rows in blocks of `large`, what is left in blocks of 16 if it is half a large one or less; all in blocks of 16
+/// without `adaptive`.
+pub fn row_blocks(rows: u32, large: u32, adaptive: bool) -> (u32, u32) {
+    let blocks = if adaptive { (rows + large / 2 - 1) / large } else { 0 };
+    (blocks, rows.saturating_sub(blocks * large).div_ceil(16))
 }
 
 /// The tiles for a weight of `columns` outputs in `format`.
@@ -65,7 +75,7 @@ pub fn row_blocks(rows: u32, adaptive: bool) -> (u32, u32) {
 /// 64 columns read activations half as often; 32 are for narrow weights, and where 64 would leave cores without a
 /// threadgroup.
 pub fn tiles(format: u32, rows: u32, columns: u32, profile: &Profile, tuning: &Tuning) -> Tiles {
-    let (large, small) = row_blocks(rows, tuning.adaptive_tiles);
+    let (large, small) = row_blocks(rows, large_rows(profile.platform), tuning.adaptive_tiles);
     let groups = columns.div_ceil(64).saturating_mul(large + small);
     let narrow = columns <= 32 || groups < 2 * profile.cores;
     let (kernel, columns) = match (format, narrow) {
@@ -206,8 +216,13 @@ mod tests {
             (17, false, (0, 2)),
             (33, false, (0, 3)),
         ] {
-            assert_eq!(row_blocks(rows, adaptive), want, "{rows} rows");
+            assert_eq!(row_blocks(rows, 32, adaptive), want, "{rows} rows");
         }
+        // Large blocks of 64: up to 32 rows left are two small ones.
+        for (rows, want) in [(16, (0, 1)), (32, (0, 2)), (33, (1, 0)), (96, (1, 2)), (97, (2, 0))] {
+            assert_eq!(row_blocks(rows, 64, true), want, "{rows} rows");
+        }
+        assert_eq!((large_rows(Platform::Cuda), large_rows(Platform::Metal)), (64, 32));
     }
 
     #[test]

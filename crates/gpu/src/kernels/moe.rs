@@ -323,7 +323,7 @@ pub struct ExpertsSum<'a> {
 }
 
 /// Elements of activations that a threadgroup of `decode_experts_out` has room for.
-const SUM_ELEMENTS: u32 = 8192;
+const SUM_ELEMENTS: u32 = 6144;
 
 /// Lanes that share a column: the most that have whole packets of both matrices' rows, all the same number of them.
 fn sum_lanes(down: &Matrix, shared_down: &Matrix) -> u32 {

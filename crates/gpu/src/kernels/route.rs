@@ -4,7 +4,7 @@ use lily_ops::ElementType;
 
 use crate::kernel_args;
 use crate::kernels::common::Context;
-use crate::kernels::gemm::row_blocks;
+use crate::kernels::gemm::{LARGE, row_blocks};
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::scratch::Scratch;
 
@@ -185,7 +185,7 @@ pub fn host_tables(ids: &[u32], experts: u32, adaptive: bool) -> HostTables {
     let (mut large, mut small) = (Vec::new(), Vec::new());
     for (expert, entries) in entries_of.iter().enumerate() {
         let (first, rows) = (order.len() as u32, entries.len() as u32);
-        let (in_large, in_small) = row_blocks(rows, adaptive);
+        let (in_large, in_small) = row_blocks(rows, LARGE, adaptive);
         let mut at = 0;
         let sizes = std::iter::repeat_n(32, in_large as usize)
             .chain(std::iter::repeat_n(16, in_small as usize));

@@ -31,6 +31,7 @@ pub fn text_of(defines: &str, after_header: &str, files: &[&str]) -> Text {
 /// The files of matrix products, routing and experts.
 pub const EXPERT_FILES: &[&str] = &[
     "common.metal",
+    "gemv_dot.metal",
     "gemv.metal",
     "elementwise.metal",
     "tile_load.metal",
