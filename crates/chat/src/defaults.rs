@@ -116,7 +116,8 @@ fn check_ranges(defaults: &GenerationDefaults) -> Result<(), ChatError> {
         frequency_penalty: defaults.frequency_penalty,
         ..SampleParams::GREEDY
     };
-    params.check().map_err(|problem| ChatError::Range { file: GENERATION_FILE, problem })
+    // No ids are named here: the vocabulary does not matter.
+    params.check(usize::MAX).map_err(|problem| ChatError::Range { file: GENERATION_FILE, problem })
 }
 
 fn all_stop_ids(generation: &Value, config: &Value) -> Result<Vec<u32>, ChatError> {

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use lily_checkpoint::{Checkpoint, VerifyReport};
-use lily_device::{Device, Plan};
+use lily_device::Plan;
 use lily_engine::{Budget, EngineOptions, Machine, budget};
-use lily_model::{Claim, Layout, ModelConfig, load, plan_of_config};
+use lily_model::{Claim, Layout, ModelConfig, Precision, load, plan_of_config};
 use lily_ops::{ElementType, WeightFormat};
 
 use crate::failure::Failure;
@@ -159,12 +159,24 @@ fn has_config_alone(dir: &Path) -> bool {
     names.iter().any(|name| name == "config.json") && !names.iter().any(weights)
 }
 
+/// The plan of a model, of a config.json alone too, and where it comes from.
+pub fn plan_of(model: Option<&Path>, precision: Precision) -> anyhow::Result<(String, Plan)> {
+    if let Some(dir) = model.filter(|dir| has_config_alone(dir)) {
+        let source = dir.display().to_string();
+        let (_, plan) = plan_of_config(&source, &Checkpoint::read_config(dir)?, precision)?;
+        return Ok((source, plan));
+    }
+    let checkpoint = open_checkpoint(model)?;
+    let plan = load(&checkpoint, precision)?.plan;
+    Ok((checkpoint.source().to_string(), (*plan).clone()))
+}
+
 fn of_config(args: &InspectArgs, dir: &Path) -> anyhow::Result<Inspection> {
     let value = Checkpoint::read_config(dir)?;
     let source = dir.display().to_string();
     let (config, plan) = plan_of_config(&source, &value, args.compute.precision())?;
     let classes = classes(&plan, |_| None);
-    Ok(inspection(args, source, None, config, &plan, classes))
+    inspection(args, source, None, config, &plan, classes)
 }
 
 fn of_checkpoint(args: &InspectArgs, checkpoint: &Checkpoint) -> anyhow::Result<Inspection> {
@@ -189,7 +201,7 @@ fn of_checkpoint(args: &InspectArgs, checkpoint: &Checkpoint) -> anyhow::Result<
     let by_role = bytes_by_class(&files, &model.plan);
     let classes = classes(&model.plan, |class| by_role.get(class).copied());
     let source = checkpoint.source().to_owned();
-    Ok(inspection(args, source, Some(files), model.config.clone(), &model.plan, classes))
+    inspection(args, source, Some(files), model.config.clone(), &model.plan, classes)
 }
 
 /// Checkpoint bytes of each class: those of the tensors that its roles claimed.
@@ -247,12 +259,12 @@ fn inspection(
     config: ModelConfig,
     plan: &Plan,
     classes: Vec<Class>,
-) -> Inspection {
-    let device = args.compute.device();
+) -> anyhow::Result<Inspection> {
+    let device = args.compute.device()?;
     let context = args.context.unwrap_or(CONTEXT.min(config.max_position_embeddings));
     let chunk = args.compute.chunk;
     let options = EngineOptions::new(context, 1, chunk);
-    Inspection {
+    Ok(Inspection {
         source,
         files,
         config,
@@ -261,10 +273,10 @@ fn inspection(
         chunk,
         precise: args.compute.precise,
         device: device.name(),
-        budget: budget(&device, plan, &options),
+        budget: budget(&*device, plan, &options),
         kv_token: (plan.state.page_bytes() / lily_ops::plan::PAGE_TOKENS) as u64,
-        machine: Machine::detect(),
-    }
+        machine: if args.compute.on_host() { Machine::detect() } else { Machine::UNKNOWN },
+    })
 }
 
 fn verify(checkpoint: &Checkpoint) -> anyhow::Result<VerifyReport> {

@@ -15,6 +15,7 @@ mod model;
 mod models;
 mod options;
 mod output;
+mod plan;
 mod pull;
 mod report;
 mod resolve;
@@ -51,6 +52,7 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     Score(score::ScoreArgs),
     Inspect(inspect::InspectArgs),
+    Plan(plan::PlanArgs),
     /// Make what measurements need.
     Bench {
         #[command(subcommand)]
@@ -71,6 +73,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Score(args) => score::score(&args),
         Command::Inspect(args) => inspect::inspect(&args),
+        Command::Plan(args) => plan::plan(&args),
         Command::Bench { command } => bench::bench(&command),
         Command::Licenses => licenses::licenses(),
         Command::Completions(args) => shell::completions(&args, Cli::command()),

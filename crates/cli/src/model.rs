@@ -7,7 +7,8 @@ use anyhow::Context;
 use lily_chat::{ChatTemplate, GenerationDefaults, Tokenizer, find_template, generation_defaults};
 use lily_checkpoint::Checkpoint;
 use lily_engine::{
-    Engine, EngineOptions, MAX_CHECKPOINT_BYTES, MAX_CHECKPOINTS, SampleParams, snapshot_bytes,
+    Engine, EngineOptions, MAX_CHECKPOINT_BYTES, MAX_CHECKPOINTS, Machine, SampleParams,
+    snapshot_bytes,
 };
 use lily_model::{Model, load};
 use lily_ops::sample::TokenMask;
@@ -126,8 +127,12 @@ impl Opened {
     }
 
     fn prepare(&self, compute: &ComputeArgs, options: EngineOptions) -> anyhow::Result<Engine> {
-        let device = compute.device();
+        let device = compute.device()?;
         let (plan, weights) = (Arc::clone(&self.model.plan), self.model.weights.clone());
-        Ok(Engine::new(&device, plan, weights, options)?)
+        // A GPU with memory of its own knows itself what fits.
+        let machine = if compute.on_host() { Machine::detect() } else { Machine::UNKNOWN };
+        // A step that turns out to be one too many is taken back, where two in flight save time.
+        let options = EngineOptions { undo: options.undo || device.overlaps(), ..options };
+        Ok(Engine::on_machine(&*device, plan, weights, options, &machine)?)
     }
 }

@@ -55,12 +55,13 @@ fn switch(name: &str) -> Result<String, String> {
 }
 
 /// Runs the command.
-pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
-    let profile = Profile::named(&args.device).filter(|_| args.device != "softgpu").ok_or_else(|| {
-        Failure::usage(format!(
-            "there is no GPU profile {:?}; there are metal, cuda, m1-max, m2-max, m3-max, m4-max, m5, m5-max and h200",
-            args.device
-        ))
+pub fn plan(args: &PlanArgs) -> anyhow::Result<()> {
+    let named = Profile::named(&args.device).filter(|_| args.device != "softgpu");
+    let profile = named.ok_or_else(|| {
+        Failure::usage(
+            format!("there is no GPU {:?} in the list", args.device),
+            "there are metal, cuda, m1-max, m2-max, m3-max, m4-max, m5, m5-max and h200",
+        )
     })?;
     let mut tuning = Tuning::default();
     for (name, field) in Tuning::SWITCHES {
@@ -68,8 +69,10 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
             *field(&mut tuning) = false;
         }
     }
-    let (source, plan) = crate::inspect::config_plan(args.model.as_deref(), Precision::Standard)?;
-    let wrong = |e: String| Failure::error(format!("{} cannot run {source}: {e}", profile.name));
+    let (source, plan) = crate::inspect::plan_of(args.model.as_deref(), Precision::Standard)?;
+    let wrong = |e: String| {
+        Failure::new(format!("{} cannot run {source}: {e}", profile.name), "choose another device")
+    };
     let recording = Recording::virtual_of(&plan, &tuning, &profile).map_err(wrong)?;
     let step = decode(&recording, args.context).map_err(wrong)?;
     let chunk = prefill(&recording, args.chunk.min(args.context), args.context).map_err(wrong)?;
@@ -82,7 +85,7 @@ pub fn plan(args: &PlanArgs) -> Result<(), Failure> {
             "decode": object(&step),
             "prefill": object(&chunk),
         });
-        return out.line(&value.to_string());
+        return Ok(out.line(&value.to_string())?);
     }
     out.line(&format!("{source} on {}, {} tokens", profile.name, args.context))?;
     for (name, report) in [("decode", &step), ("prefill", &chunk)] {

@@ -35,7 +35,7 @@ FN void store2(uint *p, uint a, uint b) { *(uint2 *)p = make_uint2(a, b); }
 FN uint pack2(float lo, float hi) { uint r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 FN uint tg_add(uint *p, uint x) { return atomicAdd(p, x); } // what was there before
 // A number of few digits below 2^23 times a unit, exactly: its bits are a number already. What it is multiplied with comes with
-// CODE_UP, and what comes of that is taken with CODE_DOWN.
+// CODE_UP (and may be 2^26 at most), and what comes of that is taken with CODE_DOWN (and is exact from 2^-78 on).
 FN float code_number(uint x) { return __uint_as_float(x); } // times 2^-149
 #define CODE_UP 2535301200456458802993406410752.0f          // 2^101
 #define CODE_DOWN 281474976710656.0f                        // 2^48

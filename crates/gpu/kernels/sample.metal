@@ -247,7 +247,7 @@ KERNEL(finish_step, 32, IN(0, SegmentEntry, segments), OUT(1, SlotHeader, header
 }
 
 // A threadgroup a row of logits: the log-probability of the given token, the most probable one and its.
-KERNEL(score_rows, 1024, IN(0, float, logits), IN(1, uint, targets), OUT(2, ScoreEntry, out), ARGS(3, SampleArgs, p))
+KERNEL(score_rows, 768, IN(0, float, logits), IN(1, uint, targets), OUT(2, ScoreEntry, out), ARGS(3, SampleArgs, p))
 {
   SHARED(float, xs, 32);
   SHARED(uint, ids, 32);

@@ -311,7 +311,7 @@ FN void report(const THREAD Pick &k, const DEVICE float *raw, const DEVICE uint 
 }
 
 // A threadgroup a segment: the token, and the end of the step.
-KERNEL(sample_pick, 1024, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(2, SegmentEntry, segments), OUT(3, uint, counts), IN(4, uint, masks), IN(5, BiasEntry, biases), IN(6, uint, partials), IN(7, uint, bins), OUT(8, SlotHeader, headers), OUT(9, ResultEntry, results), ARGS(10, SampleArgs, p))
+KERNEL(sample_pick, 768, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(2, SegmentEntry, segments), OUT(3, uint, counts), IN(4, uint, masks), IN(5, BiasEntry, biases), IN(6, uint, partials), IN(7, uint, bins), OUT(8, SlotHeader, headers), OUT(9, ResultEntry, results), ARGS(10, SampleArgs, p))
 {
   SHARED(uint, sums, 3 * BINS);
   SHARED(uint, fine, 3 * FINE);

@@ -5,14 +5,16 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use half::bf16;
+use lily_gpu::conformance::for_gpu;
+use lily_gpu::evaluate::evaluate;
 use lily_gpu::kernels::attention::decode::{attention_decode_from, attention_scratch_bytes_from};
 use lily_gpu::kernels::attention::{Attend, attention_prefill};
 use lily_gpu::kernels::common::{Context, SegmentEntry, SlotHeader, StepShape, Tables};
 use lily_gpu::{
     Buffer, Driver, Operand, Placement, Platform, Profile, Recorder, Shape, Text, Tuning,
 };
-use lily_ops::ElementType;
 use lily_ops::plan::PAGE_TOKENS;
+use lily_ops::{ElementType, Op};
 use lily_softgpu::{Options, SoftDriver};
 
 mod mma;
@@ -482,6 +484,33 @@ fn prompts_by_mma_agree_with_the_reference() {
             let scene = Scene { platform: Platform::Cuda, prelude: mma::PRELUDE, ..base };
             let Ran { launches, .. } = scene.check();
             assert!(launches.contains_key("flash_attention_16"));
+        }
+    }
+}
+
+/// The chain of kernels rounds to bf16 between norm and rotation; V it only copies.
+#[test]
+fn preparation_in_parts_is_the_same_to_bf16() {
+    let near = |got: &[f32], want: &[f32]| {
+        let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
+        got.len() == want.len()
+            && got.iter().zip(want).all(|(g, w)| (g - w).abs() <= 8e-3 * largest)
+    };
+    let apart = Tuning::without("fuse_qk_prep").unwrap();
+    for case in Op::all_cases().iter().filter(|c| c.op().name() == "attention_prep") {
+        let case = for_gpu(case);
+        let run = |tuning| {
+            let mut driver = SoftDriver::new(Options::default());
+            evaluate(&mut driver, tuning, &case).unwrap()
+        };
+        let ((one, whole), (parts, list)) = (run(&Tuning::default()), run(&apart));
+        assert_eq!((whole.dispatches.len(), list.dispatches.len()), (1, 5), "{}", case.name);
+        // q, k and v go side by side, each in its own order.
+        assert_eq!(list.stages.len(), 2, "{}", case.name);
+        assert!(near(parts.values[0].1.f32(), one.values[0].1.f32()), "{}: q", case.name);
+        for (parts, one) in parts.slots.iter().zip(&one.slots) {
+            assert!(near(&parts.k, &one.k), "{}: K", case.name);
+            assert!(parts.v == one.v, "{}: V", case.name);
         }
     }
 }

@@ -301,9 +301,10 @@ fn log_probabilities() {
             order.sort_by(|a, b| {
                 d.logits[*b as usize].partial_cmp(&d.logits[*a as usize]).unwrap().then(a.cmp(b))
             });
-            for n in 0..d.tops as usize {
-                assert_eq!(result.top_ids[n], order[n]);
-                assert!(close(result.top_logprobs[n], logprob(order[n])));
+            let tops = result.top_ids.iter().zip(&result.top_logprobs);
+            for ((id, x), want) in tops.zip(order).take(d.tops as usize) {
+                assert_eq!(*id, want);
+                assert!(close(*x, logprob(want)));
             }
         }
     }

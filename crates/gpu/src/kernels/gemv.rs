@@ -127,26 +127,25 @@ pub(crate) fn lanes(matrix: &Matrix) -> u32 {
 /// The policy for `x_rows` rows of x. `simdgroups` is the number of simdgroups that the launch needs if each lane
 /// works on one row of weights.
 pub fn policy(profile: &Profile, x_rows: u32, simdgroups: u32) -> Policy {
-    // Four rows a lane share what is read of x; but a core needs some simdgroups to hide the memory's latency.
-    let wanted = if simdgroups / 4 >= profile.cores * SIMDGROUPS_PER_CORE { 4 } else { 2 };
+    // Four rows a lane share what is read of x; but every core should be full.
+    let resident = profile.cores * (profile.threads_per_core / RESIDENT_SHARE / 32);
+    let wanted = if simdgroups / 4 >= resident { 4 } else { 2 };
     let (_, rows, kernel) = KERNELS
         .into_iter()
         .filter(|(m, _, _)| *m >= x_rows)
         .min_by_key(|(m, r, _)| (*m, r.abs_diff(wanted)))
         .unwrap_or(KERNELS[KERNELS.len() - 1]);
-    // Large threadgroups share x; small ones spread over all cores.
     let total = simdgroups.div_ceil(rows);
-    let simds = [8, 4].into_iter().find(|s| total / s >= 2 * profile.cores).unwrap_or(2);
     // One wave: threadgroups that stay load x once, and the next rows while they work.
-    let resident = profile.cores * (profile.threads_per_core / RESIDENT_SHARE / 32);
-    Policy { kernel, rows, simds, repeat: total.div_ceil(resident).max(1) }
+    Policy { kernel, rows, simds: SIMDS, repeat: total.div_ceil(resident).max(1) }
 }
 
 /// A core's threads divided by those of a GEMV that it runs at once, whose registers are many.
 const RESIDENT_SHARE: u32 = 4;
 
-/// Simdgroups of a core below which lanes take fewer rows at once.
-const SIMDGROUPS_PER_CORE: u32 = 6;
+/// Simdgroups of a threadgroup, which share the work of fetching x. On an H200 smaller threadgroups were slower for every
+/// launch of the real model but one, even where they would have spread over more cores.
+const SIMDS: u32 = 8;
 
 /// Whether a norm is worth repeating in every threadgroup of the launch, rather than being a kernel of its own: for few rows,
 /// and not for a launch as large as that of the logits.
@@ -265,18 +264,20 @@ mod tests {
     fn policies() {
         // Rows of weights a lane works on at once, and simdgroups of a threadgroup, of the real model's launches.
         let table = [
-            // 12,352 rows of 2048: enough for four rows a lane on any device.
+            // 12,352 rows of 2048: four rows a lane fill any device. H200: 10.1 us with repeat 2, 11.1 us with 1.
             ("h200", 1, 12_352, "gemv_1x4", 8, 2),
             ("m4-max", 1, 12_352, "gemv_1x4", 8, 10),
-            // 2048 rows of 4096: two rows, or 132 cores would have four simdgroups each.
-            ("h200", 1, 2048, "gemv_1x2", 2, 1),
-            ("m4-max", 1, 2048, "gemv_1x4", 4, 2),
-            // A router and a shared expert.
-            ("h200", 1, 1281, "gemv_1x2", 2, 1),
+            // 2048 rows of 4096 do not. H200: 6.4 us; four rows a lane 7.2 us, threadgroups of 4 or 2 6.6 and 7.6 us.
+            ("h200", 1, 2048, "gemv_1x2", 8, 1),
+            ("m4-max", 1, 2048, "gemv_1x4", 8, 2),
+            // A router and a shared expert. H200: 6.2 us; threadgroups of 4 or 2 6.5 and 6.8 us.
+            ("h200", 1, 1281, "gemv_1x2", 8, 1),
+            // Logits. H200: 108 us with repeat 30, 132 us with 1.
+            ("h200", 1, 248_320, "gemv_1x4", 8, 30),
             // More rows of x take the next larger kernel.
             ("h200", 2, 12_352, "gemv_2x2", 8, 3),
             ("h200", 3, 12_352, "gemv_4x2", 8, 3),
-            ("h200", 5, 2048, "gemv_8x2", 2, 1),
+            ("h200", 5, 2048, "gemv_8x2", 8, 1),
             ("h200", 8, 248_320, "gemv_8x2", 8, 59),
         ];
         for (device, rows, simdgroups, kernel, simds, repeat) in table {

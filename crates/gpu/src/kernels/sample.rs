@@ -193,7 +193,7 @@ fn cut(vocab: u32) -> SampleArgs {
         block,
         blocks: vocab.div_ceil(block).max(1),
         scan_threads: block.min(256),
-        pick_threads: (vocab / 8).next_multiple_of(32).clamp(32, 1024),
+        pick_threads: (vocab / 8).next_multiple_of(32).clamp(32, 768),
         zero: 0,
     }
 }
@@ -278,6 +278,6 @@ mod tests {
         }
         // Every lane of the real model's kernels has something to do.
         let args = cut(248_320);
-        assert_eq!((args.block, args.blocks, args.pick_threads), (3904, 64, 1024));
+        assert_eq!((args.block, args.blocks, args.pick_threads), (3904, 64, 768));
     }
 }
