@@ -66,7 +66,9 @@ fn synth(args: &SynthArgs) -> anyhow::Result<()> {
     }
     let folder = args.out.display().to_string();
     on_interrupt(move || {
-        note(&format!("\ninterrupted: what is in {folder} is incomplete\n hint: delete it and run the command again"));
+        note(&format!(
+            "\ninterrupted: what is in {folder} is incomplete\n hint: delete it and run the command again"
+        ));
         std::process::exit(130);
     })?;
     let mut progress = Progress::new("writing:", false);
