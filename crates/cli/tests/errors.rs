@@ -20,8 +20,8 @@ fn models() {
     let folder = dir.path().to_str().unwrap();
     fails(&["run", "hi", "--model", folder], 1, &[folder]);
     // A folder is meant, which is not there.
-    fails(&["inspect", "demo/"], 1, &["demo/", "hint: "]);
-    fails(&["inspect", "Org/Name/"], 1, &["Org/Name/", "hint: "]);
+    fails(&["inspect", "demo/"], 1, &["demo/", "check the spelling"]);
+    fails(&["inspect", "Org/Name/"], 1, &["Org/Name/", "check the spelling"]);
 }
 
 /// The built-in model in a folder, with one file that is other than it should be.

@@ -125,7 +125,7 @@ fn what_is_no_checkpoint() {
     let folder = dir.path().to_str().unwrap();
     fails(&["inspect", folder], 1, &["model_type is missing", "take the config.json"]);
     file(&dir, "config.json", "{");
-    fails(&["inspect", folder], 1, &["not JSON", "hint: "]);
+    fails(&["inspect", folder], 1, &["config.json: not valid JSON", "download the file again"]);
 }
 
 #[test]
