@@ -1,39 +1,51 @@
 #!/usr/bin/env bash
-# Line coverage of each parser over the inputs of its corpus and seeds, after a run.
+# Line coverage of each parser over the inputs of its corpus (a run's, see run.sh) and its seeds.
 #
-#   fuzz/coverage.sh [TARGET…]
+#   fuzz/coverage.sh
 #
-# Needs the component llvm-tools of nightly. The corpus is $FUZZ_CORPUS (default: corpus/ here).
+# In a copy of the source, each target becomes a test that replays the inputs, with Lily's own crates instrumented and
+# their dependencies not. The corpus is $FUZZ_CORPUS (default: corpus/ here). Needs the component llvm-tools of nightly.
 set -euo pipefail
-ulimit -s 1048576
-cd "$(dirname "$0")"
-# The source files of each parser.
-declare -A files=(
-  [template]="chat/src/source.rs chat/src/concat.rs chat/src/template.rs"
-  [tokenizer]="chat/src/tokenizer.rs chat/src/tokenizer/definition.rs chat/src/tokenizer/added.rs chat/src/tokenizer/alphabet.rs chat/src/tokenizer/pieces.rs"
-  [detokenizer]="chat/src/detokenizer.rs"
-  [stop]="chat/src/stop.rs"
-  [header]="checkpoint/src/header.rs checkpoint/src/json.rs checkpoint/src/dtype.rs"
-  [config]="model/src/config.rs model/src/fields.rs model/src/rope.rs model/src/quantization.rs chat/src/defaults.rs"
-  [index]="checkpoint/src/index.rs checkpoint/src/json.rs"
-)
-targets=("$@")
-[ ${#targets[@]} -gt 0 ] || targets=(template tokenizer detokenizer stop header config index)
-triple=$(rustc +nightly -vV | sed -n 's/^host: //p')
-llvm_cov=$(rustc +nightly --print sysroot)/lib/rustlib/$triple/bin/llvm-cov
-corpus=${FUZZ_CORPUS:-corpus}
-build=${CARGO_TARGET_DIR:-target}/$triple/coverage/$triple/release
-for target in "${targets[@]}"; do
-  cargo +nightly fuzz coverage "$target" "$corpus/$target" "seeds/$target" >/dev/null 2>&1
-  sources=()
-  for file in ${files[$target]}; do sources+=("$(realpath ../crates)/$file"); done
-  "$llvm_cov" export "$build/$target" -instr-profile="coverage/$target/coverage.profdata" -summary-only \
-    "${sources[@]}" | python3 -c "
+here=$(cd "$(dirname "$0")" && pwd)
+corpus=$(realpath "${FUZZ_CORPUS:-$here/corpus}")
+tools=$(rustc +nightly --print sysroot)/lib/rustlib/$(rustc +nightly -vV | sed -n 's/^host: //p')/bin
+copy=${COVERAGE_DIR:-$(mktemp -d)}
+mkdir -p "$copy/models" "$copy/fuzz"
+cp -rp "$here/../crates" "$here/../Cargo.toml" "$here/../Cargo.lock" "$copy/"
+cp -r "$here/../models/demo" "$copy/models/"
+cp -r "$here"/{fuzz_targets,seeds} "$copy/fuzz/"
+python3 "$here/replay.py" "$copy"
+printf '#!/bin/sh\nexec "$@" -C instrument-coverage --cfg fuzzing\n' >"$copy/instrument"
+chmod +x "$copy/instrument"
+cd "$copy"
+# Under the fuzzer, templates run on the caller's stack; see crates/chat/src/limits.rs.
+export RUST_MIN_STACK=$((1 << 30)) RUSTC_WORKSPACE_WRAPPER=$copy/instrument
+
+# measure PACKAGE TEST INPUTS FILE…
+measure() {
+  local package=$1 test=$2 inputs=$3 sources=() binary
+  shift 3
+  for file in "$@"; do sources+=("$copy/crates/$file"); done
+  binary=$(cargo test -q -p "$package" --test "replay_$test" --no-run --message-format=json |
+    sed -n 's/.*"executable":"\([^"]*replay_[^"]*\)".*/\1/p')
+  (cd "$copy/crates/chat" && LLVM_PROFILE_FILE=$copy/$test.profraw REPLAY=$corpus/$inputs:$copy/fuzz/seeds/$inputs \
+    "$binary" -q >/dev/null)
+  "$tools/llvm-profdata" merge -sparse "$copy/$test.profraw" -o "$copy/$test.profdata"
+  "$tools/llvm-cov" export "$binary" -instr-profile="$copy/$test.profdata" -summary-only "${sources[@]}" | python3 -c "
 import json, sys
 data = json.load(sys.stdin)['data'][0]
 for file in data['files']:
     lines = file['summary']['lines']
-    print('  %-50s %5d of %5d lines' % (file['filename'].split('/crates/')[1], lines['covered'], lines['count']))
+    print('  %-40s %4d of %4d lines' % (file['filename'].split('/crates/')[1], lines['covered'], lines['count']))
 lines = data['totals']['lines']
-print('$target: %.1f %% of %d lines' % (lines['percent'], lines['count']))"
-done
+print('$test: %.1f %% of %d lines' % (lines['percent'], lines['count']))"
+}
+
+measure lily-chat template template chat/src/{source,concat,template}.rs
+measure lily-chat tokenizer tokenizer chat/src/tokenizer.rs chat/src/tokenizer/{definition,added,alphabet,pieces}.rs
+measure lily-chat detokenizer detokenizer chat/src/detokenizer.rs
+measure lily-chat stop stop chat/src/stop.rs
+measure lily-chat defaults config chat/src/defaults.rs
+measure lily-checkpoint header header checkpoint/src/{header,json,dtype}.rs
+measure lily-checkpoint index index checkpoint/src/{index,json}.rs
+measure lily-model config config model/src/{config,fields,rope,quantization}.rs

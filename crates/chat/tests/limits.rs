@@ -114,13 +114,15 @@ fn doubled_lists_are_printed_up_to_the_limit() {
 #[test]
 fn doubled_values_are_never_written_out() {
     let nested = format!("{{% set x = 'word' %}}{}", "{% set x = [x, x] %}".repeat(60));
-    let long = format!("{{% set x = ['word'] %}}{}", "{% set x = x + x %}".repeat(60));
+    let long = "{% set x = ['word'] * 100000000000 %}".to_owned();
     let repeated = "{% set x = [[[[['word'] * 9999] * 9999] * 9999] * 9999] * 9999 %}".to_owned();
     let mapped = format!("{{% set x = 'word' %}}{}", "{% set x = {1: x, 2: x} %}".repeat(60));
-    let pairs = format!("{{% set x = [[1, 2]] %}}{}", "{% set x = x + x %}".repeat(60));
+    let pairs = "{% set x = [[1, 2]] * 100000000000 %}".to_owned();
     limited(&format!("{pairs}{{{{ x | urlencode }}}}"));
     for set in [long, repeated, mapped, pairs] {
-        for write in ["x ~ ''", "x | upper", "x | join", "'{}'.format(x)", "x is lower"] {
+        for write in
+            ["x ~ ''", "x | upper", "[x] | join", "'{}'.format(x)", "x is lower", "x + x ~ ''"]
+        {
             limited(&format!("{set}{{{{ {write} }}}}"));
         }
     }

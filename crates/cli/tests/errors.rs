@@ -19,6 +19,71 @@ fn models() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().to_str().unwrap();
     fails(&["run", "hi", "--model", folder], 1, &[folder]);
+    // A folder is meant, which is not there.
+    fails(&["inspect", "demo/"], 1, &["demo/", "check the spelling"]);
+    fails(&["inspect", "Org/Name/"], 1, &["Org/Name/", "check the spelling"]);
+}
+
+/// The built-in model in a folder, with one file that is other than it should be.
+fn demo_with(dir: &tempfile::TempDir, name: &str, text: &str) -> String {
+    for (file, bytes) in lily_demo::FILES {
+        std::fs::write(dir.path().join(file), bytes).unwrap();
+    }
+    std::fs::write(dir.path().join(name), text).unwrap();
+    dir.path().to_str().unwrap().to_owned()
+}
+
+#[test]
+fn text_files_of_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text, words) in [
+        ("generation_config.json", r#"{"top_p": 2}"#, "top_p is 2; it must lie between 0 and 1"),
+        ("generation_config.json", r#"{"top_k": "x"}"#, "top_k is \"x\", but must be"),
+        ("generation_config.json", r#"{"eos_token_id": 999999}"#, "the vocabulary, which has 4096"),
+        ("tokenizer_config.json", r#"{"eos_token": 1}"#, "eos_token is 1"),
+        ("tokenizer.json", r#"{"model": {"type": "Unigram"}}"#, "tokenizer.json: "),
+    ] {
+        let model = demo_with(&dir, name, text);
+        fails(&["run", "hi", "--model", &model], 1, &[name, words]);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let config = file(&dir, "config.json", r#"{"a": 1, "a": 2}"#);
+    let folder = dir.path().to_str().unwrap();
+    fails(&["inspect", folder], 1, &[&config, "`a` occurs twice"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupted_synthesis_says_what_it_leaves() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("synth");
+    let folder = out.to_str().unwrap();
+    let args = ["bench", "synth", "--layers", "4", "--out", folder];
+    let child = common::command(&args).spawn().unwrap();
+    while !out.join("model.safetensors").exists() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let pid = child.id().to_string();
+    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+    let run = child.wait_with_output().unwrap();
+    let text = String::from_utf8(run.stderr).unwrap();
+    assert_eq!(run.status.code(), Some(130), "{text}");
+    assert!(text.contains(&format!("{folder} is incomplete")) && text.contains("hint: delete it"));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_limit_on_the_size_of_files_is_no_crash() {
+    let dir = tempfile::tempdir().unwrap();
+    let line = "ulimit -f 1000; exec \"$0\" bench synth --layers 1 --out \"$1\"";
+    let run = std::process::Command::new("sh")
+        .args(["-c", line, env!("CARGO_BIN_EXE_lily")])
+        .arg(dir.path().join("synth"))
+        .output()
+        .unwrap();
+    let text = String::from_utf8(run.stderr).unwrap();
+    assert_eq!(run.status.code(), Some(1), "{text}");
+    assert!(text.contains("ulimit -f unlimited"), "{text}");
 }
 
 #[test]

@@ -66,6 +66,12 @@ fn verification() {
     let run = lily(&["inspect", &model, "--verify"]);
     assert_eq!(run.code, Some(1), "{run:?}");
     assert!(run.stdout.contains("NOT clean") && run.stderr.contains("hint: "), "{run:?}");
+    // Files that are no weights are compared too; one that is not there is told.
+    fs::write(&list, format!("{0}  config.json\n{0}  README.md\n", "0".repeat(64))).unwrap();
+    let run = lily(&["inspect", &model, "--verify"]);
+    assert_eq!(run.code, Some(1), "{run:?}");
+    assert!(run.stdout.contains("`config.json`  (DIFFERS"), "{run:?}");
+    assert!(run.stdout.contains("`README.md` is in SHA256SUMS and not in the folder"), "{run:?}");
     fs::remove_file(list).unwrap();
     // A scale that is not finite: the last two bytes of a file of bf16 and u32 tensors.
     let index =
@@ -119,7 +125,7 @@ fn what_is_no_checkpoint() {
     let folder = dir.path().to_str().unwrap();
     fails(&["inspect", folder], 1, &["model_type is missing", "take the config.json"]);
     file(&dir, "config.json", "{");
-    fails(&["inspect", folder], 1, &["not JSON", "hint: "]);
+    fails(&["inspect", folder], 1, &["config.json: not valid JSON", "download the file again"]);
 }
 
 #[test]
