@@ -128,7 +128,7 @@ impl Engine {
         budget.check(machine).map_err(|refusal| EngineError::OutOfMemory {
             model: plan.name.clone(),
             device: device.name(),
-            refusal,
+            refusal: Box::new(refusal),
         })?;
         Ok(Self {
             program: device.prepare(Arc::clone(&plan), weights, limits)?,

@@ -282,7 +282,7 @@ impl Worker {
         let Some(engine) = &mut self.engine else { return Ok(()) };
         let Some(session) = &self.running[at].session else { return Ok(()) };
         let bytes = snapshot_bytes(engine.plan(), session.tokens().len())
-            + (session.pending().len() * size_of::<u32>()) as u64;
+            + size_of_val(session.pending()) as u64;
         if !self.cache.takes(bytes) || self.cache.has(session.tokens()) {
             return Ok(());
         }

@@ -106,6 +106,29 @@ fn what_is_refused_again_and_again_fails_alone() {
     rig.check_whole();
 }
 
+/// One request that the device refuses in any company does not stop the others.
+#[test]
+fn a_request_that_is_always_refused_fails_alone() {
+    for mixed in [true, false] {
+        let options = SchedulerOptions { mixed, ..Setup::default().options };
+        let rig = Setup { options, ..Setup::default() }.start();
+        rig.log.lock().unwrap().refuse = Some(1001);
+        let streams: Vec<EventStream> =
+            (0..6).map(|i| rig.submit(request(distinct(i, 30 + i), 20))).collect();
+        for (i, stream) in streams.into_iter().enumerate() {
+            let got = outcome(stream);
+            match i {
+                1 => assert!(
+                    matches!(&got.end, Err(Failure::Device(why)) if why.contains("is refused")),
+                    "{got:?}"
+                ),
+                _ => assert_eq!(got.ids, oracle::answer(&distinct(i, 30 + i), 0, 20)),
+            }
+        }
+        rig.check_whole();
+    }
+}
+
 #[test]
 fn a_lost_device_is_opened_again() {
     let lose = vec![(Call::Submit, 3, Fault::Lose)];
@@ -187,7 +210,6 @@ fn what_waits_fails_when_the_device_cannot_be_opened() {
         options,
         engine,
         gated: true,
-        ..Setup::default()
     }
     .start();
     let streams: Vec<EventStream> =

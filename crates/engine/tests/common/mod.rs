@@ -105,6 +105,8 @@ pub struct Log {
     pub fail_first: bool,
     /// The first segment of the next step fails, the others do not.
     pub fail_segment: bool,
+    /// Steps with this token are refused.
+    pub refuse: Option<u32>,
 }
 
 pub struct FakeProgram {
@@ -176,6 +178,8 @@ impl Program for FakeProgram {
                 }
             };
             rule(!tokens.is_empty(), "an empty segment")?;
+            let refused = self.log.lock().unwrap().refuse;
+            rule(refused.is_none_or(|id| !tokens.contains(&id)), "a token that is refused")?;
             rule(tokens.iter().all(|&t| (t as usize) < VOCAB), "a token outside the vocabulary")?;
             if let Output::Scores(targets) = &s.output {
                 rule(targets.len() == tokens.len(), "as many targets as tokens")?;
