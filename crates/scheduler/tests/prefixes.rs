@@ -44,6 +44,9 @@ fn the_next_turn_and_another_question_reuse_what_they_share() {
     // The same system text under another question.
     let other = [&system[..], &[9, 8, 7, 6]].concat();
     check(rig.run(request(other.clone(), 5)), &other, 0, 5, 60);
+    // However long: of those kept, the longest that it really begins with.
+    let longer = [&system[..], &distinct(5, 100)].concat();
+    check(rig.run(request(longer.clone(), 5)), &longer, 0, 5, 60);
     // A prompt that departs earlier, by one token, shares nothing that is kept.
     let departs = [&system[..59], &[5, 5, 5, 5]].concat();
     check(rig.run(request(departs.clone(), 5)), &departs, 0, 5, 0);
