@@ -201,7 +201,12 @@ impl Engine {
         Ok(sampled)
     }
 
-    /// How many steps are worth keeping in flight: two where the device overlaps them and one can be taken
+    /// Whether two steps in flight save time on this device.
+    pub fn overlaps(&self) -> bool {
+        self.overlaps
+    }
+
+    /// Steps that [`generate`](Self::generate) keeps in flight: two where they save time and one can be taken
     /// back.
     pub fn depth(&self) -> usize {
         1 + usize::from(self.overlaps && self.options.undo)

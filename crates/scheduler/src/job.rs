@@ -1,5 +1,6 @@
 //! A request and what has become of it.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -63,6 +64,16 @@ impl Job {
         }
     }
 
+    /// Whether the answer goes on after `more` tokens unless one of them ends it, with a sampled token.
+    pub fn goes_on(&self, more: usize, context: usize) -> bool {
+        let tokens = self.ids.len() + more;
+        let thinking = self.request.thinking.iter();
+        let thinking = thinking.filter(|b| !self.closed && !self.ids.contains(&b.end));
+        tokens < self.request.max_tokens
+            && self.request.prompt.len() + tokens < context
+            && thinking.into_iter().all(|budget| tokens < budget.tokens)
+    }
+
     /// Closes the thinking if its bound is reached.
     pub fn close_thinking(&mut self, context: usize) -> (Option<Finish>, bool) {
         let Some(budget) = self.request.thinking.clone() else { return (None, false) };
@@ -115,17 +126,66 @@ pub(crate) struct Running {
     pub session: Option<Session>,
     /// Lengths of prefixes to be kept when they are reached, ascending.
     pub marks: Vec<usize>,
+    /// Its parts of steps in flight, in order.
+    pub ahead: VecDeque<Ahead>,
+}
+
+/// A part of a step in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ahead {
+    /// That many prompt tokens.
+    Prompt(usize),
+    /// A decode step.
+    Decode,
+}
+
+impl Ahead {
+    fn rows(self) -> usize {
+        match self {
+            Self::Prompt(rows) => rows,
+            Self::Decode => 1,
+        }
+    }
 }
 
 impl Running {
-    /// Tokens in its state.
-    pub fn seen(&self) -> usize {
-        self.session.as_ref().map_or(0, |s| s.tokens().len())
+    /// A job that has just left the queue.
+    pub fn new(job: Job) -> Self {
+        Self { job, session: None, marks: Vec::new(), ahead: VecDeque::new() }
     }
 
-    /// Prompt tokens left to compute.
+    /// Tokens in its state when the steps in flight have landed.
+    pub fn seen(&self) -> usize {
+        let landed = self.session.as_ref().map_or(0, |s| s.tokens().len());
+        landed + self.ahead.iter().map(|a| a.rows()).sum::<usize>()
+    }
+
+    /// Prompt tokens left that no step has.
     pub fn left(&self) -> usize {
-        self.session.as_ref().map_or(0, |s| s.pending().len())
+        let pending = self.session.as_ref().map_or(0, |s| s.pending().len());
+        let flying = self.ahead.iter().map(|a| match a {
+            Ahead::Prompt(rows) => *rows,
+            Ahead::Decode => 0,
+        });
+        pending - flying.sum::<usize>()
+    }
+
+    /// Whether its next part does not depend on what is in flight.
+    pub fn ready(&self, context: usize) -> bool {
+        if self.session.is_none() {
+            return false;
+        }
+        if self.ahead.is_empty() {
+            return true;
+        }
+        if self.left() > 0 {
+            // A prefix that is to be kept is copied before the state moves on.
+            return !self.marks.contains(&self.seen());
+        }
+        // Of the prompt only the last part samples; it is the first of those that do.
+        let decodes = self.ahead.iter().filter(|a| **a == Ahead::Decode).count();
+        let samples = decodes + usize::from(matches!(self.ahead[0], Ahead::Prompt(_)));
+        self.job.goes_on(samples, context)
     }
 
     /// Prompt tokens until the next mark, or until the end.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use lily_engine::{Engine, EngineError, snapshot_bytes};
+use lily_engine::{Engine, EngineError, Flight, Session, snapshot_bytes};
 
 use crate::api::{Failure, Finish, Health, MemoryUse};
 use crate::cache::PrefixCache;
@@ -51,6 +51,16 @@ fn fate(error: EngineError) -> Fate {
     }
 }
 
+/// A step in flight.
+struct Airborne {
+    flight: Flight,
+    /// The numbers of its jobs, in order.
+    order: Vec<u64>,
+    /// Prompt tokens.
+    rows: usize,
+    started: Instant,
+}
+
 pub(crate) struct Worker {
     shared: Arc<Shared>,
     factory: Factory,
@@ -60,8 +70,13 @@ pub(crate) struct Worker {
     waiting: VecDeque<Job>,
     /// In the order in which they left the queue.
     running: Vec<Running>,
+    /// Steps in flight, in order.
+    flights: VecDeque<Airborne>,
+    /// Sessions of jobs that have ended, by number, until their steps have landed.
+    parked: Vec<(u64, Session)>,
     cache: PrefixCache,
     pace: Pace,
+    last_landing: Instant,
     /// The number of the job whose prompt was computed last.
     last_prompt: u64,
     /// Whether the last step computed prompts, where steps do either.
@@ -88,8 +103,11 @@ impl Worker {
             engine: Some(engine),
             waiting: VecDeque::new(),
             running: Vec::new(),
+            flights: VecDeque::new(),
+            parked: Vec::new(),
             cache,
             pace: Pace::default(),
+            last_landing: Instant::now(),
             last_prompt: 0,
             prompts_last: false,
             refusals: 0,
@@ -134,7 +152,8 @@ impl Worker {
         let shared = Arc::clone(&self.shared);
         let mut inbox = shared.inbox();
         let idle = |this: &Self| {
-            this.running.is_empty() && this.waiting.is_empty() && this.engine.is_some()
+            let none = this.running.is_empty() && this.waiting.is_empty();
+            none && this.flights.is_empty() && this.engine.is_some()
         };
         while idle(self) && inbox.incoming.is_empty() && inbox.shutdown.is_none() {
             shared.beat(true);
@@ -182,14 +201,26 @@ impl Worker {
     fn leave(&mut self, at: usize) -> Result<Job, Lost> {
         let Running { job, session, .. } = self.running.remove(at);
         self.shared.running.store(self.running.len(), Ordering::Release);
-        if let (Some(engine), Some(session)) = (&mut self.engine, session)
-            && let Err(error) = engine.close(session)
-            && let Fate::Lost(lost) = fate(error)
-        {
-            job.fail(Failure::Device(lost.0.clone()));
-            return Err(lost);
+        match self.close(job.seq, session) {
+            Ok(()) => Ok(job),
+            Err(lost) => {
+                job.fail(Failure::Device(lost.0.clone()));
+                Err(lost)
+            }
         }
-        Ok(job)
+    }
+
+    /// Gives a session's slot back, now or when its steps in flight have landed.
+    fn close(&mut self, seq: u64, session: Option<Session>) -> Result<(), Lost> {
+        let (Some(engine), Some(session)) = (&mut self.engine, session) else { return Ok(()) };
+        if self.flights.iter().any(|f| f.order.contains(&seq)) {
+            self.parked.push((seq, session));
+            return Ok(());
+        }
+        match engine.close(session).map_err(fate) {
+            Err(Fate::Lost(lost)) => Err(lost),
+            _ => Ok(()),
+        }
     }
 
     fn finish(&mut self, at: usize, finish: Finish) -> Result<(), Lost> {
@@ -198,17 +229,11 @@ impl Worker {
             let mut inbox = self.shared.inbox();
             inbox.service = 0.8 * inbox.service + 0.2 * started.elapsed().as_secs_f64();
         }
-        let closed = match (&mut self.engine, session) {
-            (Some(engine), Some(session)) => engine.close(session),
-            _ => Ok(()),
-        };
+        let closed = self.close(job.seq, session);
         // The answer is whole, whatever becomes of the device now.
         self.shared.running.store(self.running.len(), Ordering::Release);
         job.finish(finish);
-        match closed.map_err(fate) {
-            Err(Fate::Lost(lost)) => Err(lost),
-            _ => Ok(()),
-        }
+        closed
     }
 
     fn fail(&mut self, at: usize, reason: String) -> Result<(), Lost> {
@@ -225,6 +250,8 @@ impl Worker {
         for running in std::mem::take(&mut self.running) {
             running.job.fail(Failure::Device(reason.to_owned()));
         }
+        self.flights.clear();
+        self.parked.clear();
         self.cache.clear();
         for job in &mut self.waiting {
             job.kept = None;

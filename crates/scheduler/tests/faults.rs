@@ -41,14 +41,23 @@ fn four(rig: &Rig, round: usize, what: &str) -> usize {
 
 #[test]
 fn a_fault_at_each_call() {
+    faults_at_each_call(false);
+}
+
+#[test]
+fn a_fault_at_each_call_with_two_steps_in_flight() {
+    faults_at_each_call(true);
+}
+
+fn faults_at_each_call(overlaps: bool) {
     let calls = [Call::Submit, Call::Wait, Call::Snapshot, Call::Restore, Call::Reset];
     let (mut failures, mut spared) = (0, 0);
     for call in calls {
         for at in 0..24 {
             for fault in [Fault::Refuse, Fault::Fail, Fault::Lose] {
                 let what = format!("{call:?} {at} {fault:?}");
-                let rig =
-                    Setup { faults: vec![vec![(call, at, fault)]], ..Setup::default() }.start();
+                let faults = vec![vec![(call, at, fault)]];
+                let rig = Setup { faults, overlaps, ..Setup::default() }.start();
                 let mut failed = 0;
                 for round in 0..10 {
                     let some = four(&rig, round, &what);
@@ -109,9 +118,9 @@ fn what_is_refused_again_and_again_fails_alone() {
 /// One request that the device refuses in any company does not stop the others.
 #[test]
 fn a_request_that_is_always_refused_fails_alone() {
-    for mixed in [true, false] {
+    for (mixed, overlaps) in [(true, false), (false, false), (true, true), (false, true)] {
         let options = SchedulerOptions { mixed, ..Setup::default().options };
-        let rig = Setup { options, ..Setup::default() }.start();
+        let rig = Setup { options, overlaps, ..Setup::default() }.start();
         rig.log.lock().unwrap().refuse = Some(1001);
         let streams: Vec<EventStream> =
             (0..6).map(|i| rig.submit(request(distinct(i, 30 + i), 20))).collect();
@@ -210,6 +219,7 @@ fn what_waits_fails_when_the_device_cannot_be_opened() {
         options,
         engine,
         gated: true,
+        ..Setup::default()
     }
     .start();
     let streams: Vec<EventStream> =

@@ -17,9 +17,10 @@ fn tight(pages: usize, snapshot_bytes: u64) -> Setup {
 fn answers_are_those_without_preemption() {
     // With snapshots for all, for some, for none: what has no snapshot is computed again.
     for snapshot_bytes in [1 << 20, 3000, 0] {
-        for mixed in [true, false] {
+        for (mixed, overlaps) in [(true, false), (false, false), (true, true), (false, true)] {
             let mut setup = tight(4, snapshot_bytes);
             setup.options.mixed = mixed;
+            setup.overlaps = overlaps;
             let rig = setup.start();
             let prompts: Vec<Vec<u32>> = (0..6).map(|i| distinct(i, 200 + 10 * i)).collect();
             let streams: Vec<EventStream> = prompts

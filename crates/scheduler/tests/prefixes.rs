@@ -13,7 +13,12 @@ fn check(got: Outcome, prompt: &[u32], seed: u64, count: usize, cached: usize) {
 
 #[test]
 fn an_equal_prompt_is_computed_once() {
-    let rig = Setup::default().start();
+    for overlaps in [false, true] {
+        check_equal_prompts(&Setup { overlaps, ..Setup::default() }.start());
+    }
+}
+
+fn check_equal_prompts(rig: &Rig) {
     for n in [1, 2, 7, 100] {
         let p = distinct(n, n);
         check(rig.run(request(p.clone(), 6)), &p, 0, 6, 0);
@@ -32,7 +37,12 @@ fn an_equal_prompt_is_computed_once() {
 
 #[test]
 fn the_next_turn_and_another_question_reuse_what_they_share() {
-    let rig = Setup::default().start();
+    for overlaps in [false, true] {
+        check_turns(&Setup { overlaps, ..Setup::default() }.start());
+    }
+}
+
+fn check_turns(rig: &Rig) {
     let system = distinct(0, 60);
     let first = [&system[..], &prompt(30)].concat();
     let mut r = request(first.clone(), 5);

@@ -29,6 +29,10 @@ fn some_request(random: &mut Random) -> Request {
     let n = tokens.len();
     let mut r = request(tokens, 1 + random.below(130));
     r.sample.seed = random.below(3) as u64;
+    if random.below(4) == 0 {
+        let want = oracle::answer(&r.prompt, r.sample.seed, r.max_tokens);
+        r.stop_ids = vec![want[random.below(want.len())]];
+    }
     if random.below(2) == 0 {
         r.boundaries = vec![random.below(n + 2), random.below(n + 2)];
         r.boundaries.sort_unstable();
@@ -38,11 +42,14 @@ fn some_request(random: &mut Random) -> Request {
 
 /// Compares what came with what should have. Whether the answer is whole.
 fn judge(request: &Request, got: &Outcome) -> bool {
-    let want = oracle::answer(&request.prompt, request.sample.seed, request.max_tokens);
+    let mut want = oracle::answer(&request.prompt, request.sample.seed, request.max_tokens);
+    let stop = want.iter().position(|id| request.stop_ids.contains(id));
+    want.truncate(stop.map_or(want.len(), |at| at + 1));
+    let end = if stop.is_some() { Finish::Stop } else { Finish::Length };
     assert_eq!(got.ids[..], want[..got.ids.len()], "{} tokens", request.prompt.len());
     match &got.end {
         Ok(finish) => {
-            assert_eq!((*finish, got.ids.len()), (Finish::Length, want.len()));
+            assert_eq!((*finish, got.ids.len()), (end, want.len()));
             assert!(got.cached.unwrap() < request.prompt.len());
             true
         }
@@ -55,7 +62,16 @@ fn judge(request: &Request, got: &Outcome) -> bool {
 
 #[test]
 fn two_thousand_random_requests() {
-    let mut random = Random(7);
+    two_thousand(7, false);
+}
+
+#[test]
+fn two_thousand_random_requests_with_two_steps_in_flight() {
+    two_thousand(8, true);
+}
+
+fn two_thousand(seed: u64, overlaps: bool) {
+    let mut random = Random(seed);
     let faults = (0..4).map(|_| {
         let mut list = Vec::new();
         for (call, most) in
@@ -78,7 +94,7 @@ fn two_thousand_random_requests() {
         backoff: Duration::from_millis(1),
         ..SchedulerOptions::default()
     };
-    let rig = Setup { engine, options, faults, ..Setup::default() }.start();
+    let rig = Setup { engine, options, faults, overlaps, ..Setup::default() }.start();
     let (mut taken, mut whole, mut cancelled, mut failed, mut refused) = (0, 0, 0, 0, 0);
     let mut open: Vec<(Request, EventStream)> = Vec::new();
     while taken < 2000 {

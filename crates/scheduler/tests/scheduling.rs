@@ -18,9 +18,9 @@ fn finished(prompt: &[u32], seed: u64, count: usize, cached: usize) -> Outcome {
 
 #[test]
 fn answers_in_company_are_those_alone() {
-    for mixed in [true, false] {
+    for (mixed, overlaps) in [(true, false), (false, false), (true, true), (false, true)] {
         let options = SchedulerOptions { mixed, ..Setup::default().options };
-        let rig = Setup { options, ..Setup::default() }.start();
+        let rig = Setup { options, overlaps, ..Setup::default() }.start();
         let prompts: Vec<Vec<u32>> = (0..12).map(|i| distinct(i, 1 + 17 * i)).collect();
         let streams: Vec<EventStream> = prompts
             .iter()
@@ -44,7 +44,14 @@ fn answers_in_company_are_those_alone() {
 
 #[test]
 fn stops_and_lengths() {
-    let rig = Setup::default().start();
+    for overlaps in [false, true] {
+        let rig = Setup { overlaps, ..Setup::default() }.start();
+        check_stops_and_lengths(&rig);
+        rig.check_whole();
+    }
+}
+
+fn check_stops_and_lengths(rig: &Rig) {
     let p = distinct(1, 20);
     let want = oracle::answer(&p, 0, 10);
     let mut r = request(p.clone(), 10);
@@ -239,7 +246,12 @@ fn cancelled_within_one_step_in_every_phase() {
 
 #[test]
 fn thinking_is_closed_when_its_budget_is_used_up() {
-    let rig = Setup::default().start();
+    for overlaps in [false, true] {
+        check_thinking(&Setup { overlaps, ..Setup::default() }.start());
+    }
+}
+
+fn check_thinking(rig: &Rig) {
     let p = distinct(0, 20);
     let close = vec![11, 12, 13];
     for budget in [0, 1, 5] {
@@ -353,4 +365,40 @@ fn the_heartbeat_tells_a_step_that_hangs() {
     let purposes: Vec<&str> = status.memory.iter().map(|m| m.purpose).collect();
     assert_eq!(purposes, ["weights", "kv", "state", "scratch", "prefix_cache"]);
     assert!(status.steps > 0);
+}
+
+/// Where two steps in flight save time, the second is on its way before the first one's token is known; a stop
+/// costs one surplus step, a length none.
+#[test]
+fn two_steps_in_flight() {
+    let tokens = |stream: &mut EventStream| {
+        let mut tokens = 0;
+        while let Some(event) = stream.try_next() {
+            tokens += usize::from(matches!(event, Event::Token(_)));
+        }
+        tokens
+    };
+    for overlaps in [false, true] {
+        let rig = Setup { overlaps, gated: true, ..Setup::default() }.start();
+        let p = distinct(0, 1);
+        let mut stream = rig.submit(request(p.clone(), 100));
+        rig.gate.first();
+        for step in 1..5 {
+            rig.gate.pass();
+            assert_eq!(tokens(&mut stream), usize::from(!overlaps || step > 1), "step {step}");
+        }
+        rig.gate.open();
+        drop(stream);
+        rig.until("nothing runs", |s| s.running + s.waiting == 0);
+        let want = oracle::answer(&p, 0, 9);
+        let rig = Setup { overlaps, ..Setup::default() }.start();
+        assert_eq!(rig.run(request(p.clone(), 9)).ids, want);
+        rig.until("idle", |s| s.heartbeat == Duration::ZERO);
+        assert_eq!(rig.log.lock().unwrap().steps.len(), 9);
+        let mut r = request(p, 9);
+        r.stop_ids = vec![want[4]];
+        assert_eq!(rig.run(r).ids, want[..5]);
+        rig.until("idle", |s| s.heartbeat == Duration::ZERO);
+        assert_eq!(rig.log.lock().unwrap().steps.len(), 9 + 5 + usize::from(overlaps));
+    }
 }

@@ -18,11 +18,11 @@ impl Worker {
     /// Lets jobs run, first come first served, as long as there are slots, and pages for the prompt and one
     /// more.
     pub(super) fn admit(&mut self) -> Result<(), Lost> {
-        while self.running.len() < self.shared.limits.parallel
+        while self.running.len() + self.parked.len() < self.shared.limits.parallel
             && self.waiting.front().is_some_and(|job| self.fits(job))
         {
             let Some(job) = self.waiting.pop_front() else { break };
-            self.running.push(Running { job, session: None, marks: Vec::new() });
+            self.running.push(Running::new(job));
         }
         let mut at = 0;
         while at < self.running.len() {
@@ -184,6 +184,7 @@ impl Worker {
         let holders = self.running.iter().enumerate().filter(|(_, r)| r.seen() > 0);
         let youngest = holders.clone().max_by_key(|(_, r)| r.job.seq).map(|(at, _)| at);
         let (Some(at), true) = (youngest, holders.count() > 1) else { return Ok(false) };
+        debug_assert!(self.flights.is_empty(), "what is in flight cannot be copied");
         let kept = match (&mut self.engine, &self.running[at].session) {
             (Some(engine), Some(session)) => loop {
                 match engine.snapshot(session) {

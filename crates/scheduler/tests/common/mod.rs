@@ -100,6 +100,9 @@ impl Device for GatedDevice {
     fn name(&self) -> String {
         self.inner.name()
     }
+    fn overlaps(&self) -> bool {
+        self.inner.overlaps()
+    }
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {
         self.inner.memory(plan, limits)
     }
@@ -186,6 +189,8 @@ pub struct Setup {
     pub fail_prepare: u64,
     /// Steps wait at the gate.
     pub gated: bool,
+    /// Two steps are kept in flight.
+    pub overlaps: bool,
 }
 
 pub const SLOTS: usize = 3;
@@ -202,13 +207,14 @@ impl Default for Setup {
             faults: Vec::new(),
             fail_prepare: 0,
             gated: false,
+            overlaps: false,
         }
     }
 }
 
 impl Setup {
     pub fn start(self) -> Rig {
-        let fake = FakeDevice::default();
+        let fake = FakeDevice { overlaps: self.overlaps, ..FakeDevice::default() };
         let log = Arc::clone(&fake.log);
         let gate = Arc::new(Gate::default());
         if !self.gated {
