@@ -402,3 +402,26 @@ fn two_steps_in_flight() {
         assert_eq!(rig.log.lock().unwrap().steps.len(), 9 + 5 + usize::from(overlaps));
     }
 }
+
+/// Answers that end by a stop leave a surplus step behind: their slots are free when it has landed, not before.
+#[test]
+fn stops_in_company() {
+    for overlaps in [false, true] {
+        let engine = EngineOptions { slots: 2, ..Setup::default().engine };
+        let rig = Setup { overlaps, engine, ..Setup::default() }.start();
+        let requests: Vec<Request> = (0..30)
+            .map(|i| {
+                let p = distinct(i, 3 + i);
+                let want = oracle::answer(&p, 0, 20);
+                Request { stop_ids: vec![want[i % 19]], ..request(p, 20) }
+            })
+            .collect();
+        let streams: Vec<EventStream> = requests.iter().map(|r| rig.submit(r.clone())).collect();
+        for (i, stream) in streams.into_iter().enumerate() {
+            let want = oracle::answer(&requests[i].prompt, 0, 1 + i % 19);
+            let got = outcome(stream);
+            assert_eq!((got.ids, got.end), (want, Ok(Finish::Stop)), "{i}");
+        }
+        assert_eq!(rig.scheduler.status().faults, 0);
+    }
+}
