@@ -187,7 +187,8 @@ impl Engine {
         self.reclaim()
     }
 
-    /// Chooses a token from the logits that a step with [`Output::Hold`] left on the device.
+    /// Chooses a token from the logits that a step with [`Output::Hold`](lily_device::Output::Hold) left on the
+    /// device.
     pub fn sample_held(
         &mut self,
         session: &mut Session,

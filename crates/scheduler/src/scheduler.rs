@@ -26,7 +26,8 @@ pub struct SchedulerOptions {
     /// What a step may take while requests are decoding: prompts are computed in chunks that fit, so that no
     /// token comes later than by one such chunk. At most
     /// [`EngineOptions::chunk`](lily_engine::EngineOptions) tokens; [`min_chunk`](Self::min_chunk) tokens are
-    /// computed even where they take longer.
+    /// computed even where they take longer. Copies of states, when a prefix is kept or taken up or a request
+    /// gives way, come on top: the time to copy their bytes.
     pub delay: Duration,
     /// Prompt tokens that a step computes at least.
     pub min_chunk: usize,
