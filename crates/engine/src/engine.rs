@@ -128,7 +128,7 @@ impl Engine {
         budget.check(machine).map_err(|refusal| EngineError::OutOfMemory {
             model: plan.name.clone(),
             device: device.name(),
-            refusal,
+            refusal: Box::new(refusal),
         })?;
         Ok(Self {
             program: device.prepare(Arc::clone(&plan), weights, limits)?,
@@ -187,7 +187,8 @@ impl Engine {
         self.reclaim()
     }
 
-    /// Chooses a token from the logits that a step with [`Output::Hold`] left on the device.
+    /// Chooses a token from the logits that a step with [`Output::Hold`](lily_device::Output::Hold) left on the
+    /// device.
     pub fn sample_held(
         &mut self,
         session: &mut Session,
@@ -201,7 +202,12 @@ impl Engine {
         Ok(sampled)
     }
 
-    /// How many steps are worth keeping in flight: two where the device overlaps them and one can be taken
+    /// Whether two steps in flight save time on this device.
+    pub fn overlaps(&self) -> bool {
+        self.overlaps
+    }
+
+    /// Steps that [`generate`](Self::generate) keeps in flight: two where they save time and one can be taken
     /// back.
     pub fn depth(&self) -> usize {
         1 + usize::from(self.overlaps && self.options.undo)

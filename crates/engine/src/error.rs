@@ -70,7 +70,7 @@ pub enum EngineError {
         /// The device.
         device: String,
         /// The figures, and what to do.
-        refusal: MemoryRefusal,
+        refusal: Box<MemoryRefusal>,
     },
     /// The device cannot run the plan.
     #[error(transparent)]

@@ -344,6 +344,39 @@ fn batch_mates_of_a_failed_step_in_flight() {
     assert_eq!(got.ids, want);
 }
 
+/// A failure that leaves a batch mate where it was: alone it goes on, but not if a step was submitted behind.
+#[test]
+fn what_was_submitted_behind_a_failed_step_is_of_no_use() {
+    for behind in [false, true] {
+        let device = overlapping();
+        let mut engine = device.engine(TWO);
+        let mut a = begun(&mut engine);
+        let mut b = begun(&mut engine);
+        let sample = || Output::Sample(SampleParams::GREEDY);
+        device.log.lock().unwrap().fail_late = true;
+        let work = vec![a.decode_segment(sample()).unwrap(), b.decode_segment(sample()).unwrap()];
+        let first = engine.submit(work).unwrap();
+        let second =
+            behind.then(|| engine.submit(vec![b.decode_segment(sample()).unwrap()]).unwrap());
+        let error = engine.wait(first, &mut [&mut a, &mut b]).unwrap_err();
+        assert!(matches!(error, EngineError::StepFailed { slot: 0, .. }), "{error}");
+        if let Some(second) = second {
+            let out = engine.wait(second, &mut [&mut b]).unwrap();
+            assert!(matches!(&out[0], SegmentOut::Failed(_)), "{out:?}");
+            assert!(engine.is_poisoned(&b));
+        }
+        assert!(engine.is_poisoned(&a));
+        if !behind {
+            assert!(!engine.is_poisoned(&b));
+            decode(&mut engine, &mut b);
+            let want = oracle::answer(&prompt(20), 0, 3);
+            assert_eq!(b.last_sampled(), Some(want[2]));
+        }
+        let got = answer(&mut engine, &mut b, &prompt(20), 4).unwrap();
+        assert_eq!(got.ids, oracle::answer(&prompt(20), 0, 4));
+    }
+}
+
 #[test]
 fn pages_that_run_out_in_flight_end_nothing() {
     let device = FakeDevice { pages: Some(2), ..overlapping() };

@@ -105,13 +105,17 @@ pub struct Log {
     pub fail_first: bool,
     /// The first segment of the next step fails, the others do not.
     pub fail_segment: bool,
+    /// The next step does nothing, which waiting for it tells as a failure of its first slot.
+    pub fail_late: bool,
+    /// Steps with this token are refused.
+    pub refuse: Option<u32>,
 }
 
 pub struct FakeProgram {
     plan: Arc<Plan>,
     limits: Limits,
     slots: Vec<Slot>,
-    done: Vec<(u64, StepOut)>,
+    done: Vec<(u64, Result<StepOut, StepError>)>,
     tickets: u64,
     log: Arc<Mutex<Log>>,
 }
@@ -176,6 +180,8 @@ impl Program for FakeProgram {
                 }
             };
             rule(!tokens.is_empty(), "an empty segment")?;
+            let refused = self.log.lock().unwrap().refuse;
+            rule(refused.is_none_or(|id| !tokens.contains(&id)), "a token that is refused")?;
             rule(tokens.iter().all(|&t| (t as usize) < VOCAB), "a token outside the vocabulary")?;
             if let Output::Scores(targets) = &s.output {
                 rule(targets.len() == tokens.len(), "as many targets as tokens")?;
@@ -201,6 +207,13 @@ impl Program for FakeProgram {
             let slots = vec![step.segments[0].slot];
             self.slots[slots[0].0 as usize].state ^= 0xBAD;
             return Err(StepError::Failed { slots, reason: "not finite in layer 3".into() });
+        }
+        if std::mem::take(&mut log.fail_late) {
+            let slots = vec![step.segments[0].slot];
+            self.tickets += 1;
+            let error = StepError::Failed { slots, reason: "not finite in layer 4".into() };
+            self.done.push((self.tickets, Err(error)));
+            return Ok(Ticket(self.tickets));
         }
         let garble = std::mem::take(&mut log.garble);
         let fail_segment = std::mem::take(&mut log.fail_segment);
@@ -243,14 +256,14 @@ impl Program for FakeProgram {
             out[0] = SegmentOut::Failed("not finite in layer 5".into());
         }
         self.tickets += 1;
-        self.done.push((self.tickets, StepOut { segments: out }));
+        self.done.push((self.tickets, Ok(StepOut { segments: out })));
         Ok(Ticket(self.tickets))
     }
 
     fn wait(&mut self, ticket: Ticket) -> Result<StepOut, StepError> {
         let at = self.done.iter().position(|(t, _)| *t == ticket.0);
         let at = at.ok_or(Refusal::Invalid("no such ticket".into()))?;
-        Ok(self.done.remove(at).1)
+        self.done.remove(at).1
     }
 
     fn undo_last(&mut self, slot: SlotId) -> Result<(), StepError> {

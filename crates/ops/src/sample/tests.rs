@@ -320,7 +320,8 @@ fn a_bias_is_a_moved_logit() {
         let n = 1 + rng.bits() as usize % 200;
         let logits: Vec<f32> = (0..n).map(|_| (rng.unit() * 8.0).round() * 0.5).collect();
         let entries: Vec<(u32, f32)> = (0..n as u32)
-            .filter_map(|id| (rng.unit() > 0.6).then(|| (id, (rng.unit() * 100.0).round())))
+            .map(|id| (id, (rng.unit() * 160.0).round()))
+            .filter(|(_, bias)| bias.abs() <= 100.0)
             .collect();
         let p = SampleParams {
             temperature: if round % 3 == 0 { 0.0 } else { 1.0 },

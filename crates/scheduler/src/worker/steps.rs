@@ -1,0 +1,291 @@
+//! Steps: what is computed next, and what becomes of the results.
+
+use std::time::Instant;
+
+use lily_engine::{Engine, EngineError, Output, SegmentOut, Session};
+use lily_ops::plan::PAGE_TOKENS;
+
+use super::{Airborne, Fate, Lost, Worker, fate};
+use crate::job::Ahead;
+use crate::shared::Counters;
+
+/// What a running job does in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    /// Its number: places change when others leave.
+    seq: u64,
+    /// Most prompt tokens; 0 decodes.
+    rows: usize,
+}
+
+/// Refused calls in a row after which those that are refused alone fail.
+const REFUSALS: usize = 2;
+
+fn is_lost(error: &EngineError) -> bool {
+    matches!(error, EngineError::DeviceLost(_))
+}
+
+impl Worker {
+    /// Computes one step of what runs: hands steps to the device, two where that saves time, and waits for the
+    /// first of them.
+    pub(super) fn step(&mut self) -> Result<(), Lost> {
+        if self.refusals >= REFUSALS {
+            return self.each_alone();
+        }
+        let depth = 1 + usize::from(self.engine.as_ref().is_some_and(Engine::overlaps));
+        while self.flights.len() < depth {
+            let parts = self.plan();
+            if parts.is_empty() {
+                break;
+            }
+            if !self.pages_suffice(&parts) {
+                // What is in flight may end, and cannot be copied.
+                if !self.flights.is_empty() {
+                    break;
+                }
+                if self.preempt()? {
+                    continue;
+                }
+            }
+            let flying = self.flights.len();
+            match self.launch(&parts) {
+                Ok(()) if self.flights.len() == flying => break,
+                Ok(()) => {}
+                // Again when what is in flight has landed: that may be why.
+                Err((error, _)) if !self.flights.is_empty() && !is_lost(&error) => break,
+                Err((error, order)) => return self.step_failed(error, &order, false),
+            }
+        }
+        self.land(false)
+    }
+
+    /// One of those that run is what the device refuses: each on its own.
+    fn each_alone(&mut self) -> Result<(), Lost> {
+        while !self.flights.is_empty() {
+            self.land(false)?;
+        }
+        for part in self.plan() {
+            match self.launch(&[part]) {
+                Ok(()) => self.land(true)?,
+                Err((error, order)) => self.step_failed(error, &order, true)?,
+            }
+        }
+        self.refusals = 0;
+        Ok(())
+    }
+
+    /// All that decode, and prompts by turns.
+    fn plan(&mut self) -> Vec<Part> {
+        let Some(engine) = &self.engine else { return Vec::new() };
+        let context = self.shared.limits.context;
+        let ready = self.running.iter().filter(|r| r.ready(context));
+        let (prompts, decoding): (Vec<_>, Vec<_>) = ready.partition(|r| r.left() > 0);
+        let mut parts: Vec<Part> =
+            decoding.iter().map(|r| Part { seq: r.job.seq, rows: 0 }).collect();
+        let most = engine.options().limits().rows.min(engine.options().chunk);
+        // Those that wait for their last token decode, too.
+        let decodes = self.running.iter().any(|r| r.session.is_some() && r.left() == 0);
+        if !prompts.is_empty() && !parts.is_empty() && !self.options.mixed {
+            if self.prompts_last {
+                self.prompts_last = false;
+                return parts;
+            }
+            parts.clear();
+        }
+        self.prompts_last = !prompts.is_empty();
+        let mut room = match decodes {
+            true => self.pace.rows(self.options.delay, self.options.min_chunk.max(1), most),
+            false => most,
+        };
+        room = room.min(engine.options().limits().rows.saturating_sub(parts.len()));
+        // Those after the last one that had its turn, then those before it.
+        let mut turns: Vec<_> = prompts.iter().map(|r| (r.job.seq, r.until_mark())).collect();
+        turns.sort_unstable_by_key(|(seq, _)| (*seq <= self.last_prompt, *seq));
+        for (seq, until) in turns {
+            if room == 0 {
+                break;
+            }
+            let rows = until.min(room);
+            room -= rows;
+            self.last_prompt = seq;
+            parts.push(Part { seq, rows });
+        }
+        parts
+    }
+
+    fn at(&self, seq: u64) -> Option<usize> {
+        self.running.iter().position(|r| r.job.seq == seq)
+    }
+
+    fn pages_suffice(&self, parts: &[Part]) -> bool {
+        let Some(engine) = &self.engine else { return true };
+        let need = |part: &Part| {
+            let seen = self.at(part.seq).map_or(0, |at| self.running[at].seen());
+            (seen + part.rows.max(1)).div_ceil(PAGE_TOKENS) - seen.div_ceil(PAGE_TOKENS)
+        };
+        parts.iter().map(need).sum::<usize>() <= engine.free_pages()
+    }
+
+    /// Hands a step to the device. An error comes with the numbers of the jobs in it.
+    fn launch(&mut self, parts: &[Part]) -> Result<(), (EngineError, Vec<u64>)> {
+        let Some(engine) = &mut self.engine else { return Ok(()) };
+        let mut work = Vec::new();
+        let mut order = Vec::new();
+        let mut rows = 0;
+        for running in &mut self.running {
+            let Some(part) = parts.iter().find(|p| p.seq == running.job.seq) else { continue };
+            let Some(session) = &mut running.session else { continue };
+            let output = Output::Sample(running.job.params.clone());
+            let next = match part.rows {
+                0 => session.decode_segment(output),
+                most => session.prefill_segment(most, &output),
+            };
+            if let Some(next) = next {
+                rows += if part.rows > 0 { next.rows() } else { 0 };
+                order.push((part.seq, if part.rows > 0 { next.rows() } else { 0 }));
+                work.push(next);
+            }
+        }
+        if work.is_empty() {
+            return Ok(());
+        }
+        let started = Instant::now();
+        let result = engine.submit(work);
+        self.shared.beat(false);
+        let seqs = order.iter().map(|(seq, _)| *seq).collect();
+        let flight = match result {
+            Ok(flight) => flight,
+            Err(error) => return Err((error, seqs)),
+        };
+        for (seq, rows) in order {
+            if let Some(at) = self.at(seq) {
+                let ahead = if rows > 0 { Ahead::Prompt(rows) } else { Ahead::Decode };
+                self.running[at].ahead.push_back(ahead);
+            }
+        }
+        self.flights.push_back(Airborne { flight, order: seqs, rows, started });
+        Ok(())
+    }
+
+    /// Waits for the first step in flight, if there is one, and takes its results.
+    fn land(&mut self, strict: bool) -> Result<(), Lost> {
+        let Some(Airborne { flight, order, rows, started }) = self.flights.pop_front() else {
+            return Ok(());
+        };
+        let Some(engine) = &mut self.engine else { return Ok(()) };
+        let running = self.running.iter_mut().filter_map(|r| {
+            let seq = r.job.seq;
+            order.contains(&seq).then(|| r.ahead.pop_front());
+            Some((seq, r.session.as_mut()?))
+        });
+        let parked = self.parked.iter_mut().map(|(seq, session)| (*seq, session));
+        let mut sessions: Vec<(usize, &mut Session)> = running
+            .chain(parked)
+            .filter_map(|(seq, session)| Some((order.iter().position(|s| *s == seq)?, session)))
+            .collect();
+        sessions.sort_unstable_by_key(|(place, _)| *place);
+        let mut sessions: Vec<&mut Session> = sessions.into_iter().map(|(_, s)| s).collect();
+        let result = engine.wait(flight, &mut sessions);
+        self.shared.beat(false);
+        let now = Instant::now();
+        let seconds = now.duration_since(started.max(self.last_landing)).as_secs_f64();
+        self.last_landing = now;
+        self.close_parked()?;
+        match result {
+            Ok(out) => {
+                self.pace.learn(rows, seconds);
+                self.refusals = 0;
+                self.losses = 0;
+                Counters::add(&self.shared.counters.steps, 1);
+                Counters::add(&self.shared.counters.computed, rows);
+                for (seq, out) in order.into_iter().zip(out) {
+                    self.take(seq, out)?;
+                }
+                Ok(())
+            }
+            Err(error) => self.step_failed(error, &order, strict),
+        }
+    }
+
+    /// Gives the slots of ended jobs back whose last step has landed.
+    fn close_parked(&mut self) -> Result<(), Lost> {
+        let parked = std::mem::take(&mut self.parked);
+        for (seq, session) in parked {
+            self.close(seq, Some(session))?;
+        }
+        Ok(())
+    }
+
+    /// What one job's part of a step has come to.
+    fn take(&mut self, seq: u64, out: SegmentOut) -> Result<(), Lost> {
+        let Some(at) = self.at(seq) else { return Ok(()) };
+        match out {
+            SegmentOut::Failed(reason) => self.fail(at, reason),
+            SegmentOut::Sampled(sampled) => {
+                let context = self.shared.limits.context;
+                match self.running[at].job.accept(sampled, context) {
+                    (Some(finish), _) => self.finish(at, finish),
+                    (None, true) => self.feed(at).map(drop),
+                    (None, false) => Ok(()),
+                }
+            }
+            _ => {
+                let running = &self.running[at];
+                match running.ahead.is_empty() && running.marks.contains(&running.seen()) {
+                    true => self.keep_prefix(at),
+                    false => Ok(()),
+                }
+            }
+        }
+    }
+
+    /// A step without results: those fail whose state is lost, the others go on.
+    fn step_failed(&mut self, error: EngineError, order: &[u64], strict: bool) -> Result<(), Lost> {
+        match fate(error) {
+            Fate::Lost(lost) => Err(lost),
+            Fate::Pages => match self.preempt()? {
+                true => Ok(()),
+                false => self.fail_alone(order, "it has too few KV pages for this request"),
+            },
+            Fate::Refused(reason) => self.step_refused(order, &reason, strict),
+            Fate::Failed(reason) => {
+                let poisoned: Vec<u64> = order
+                    .iter()
+                    .copied()
+                    .filter(|seq| {
+                        let session =
+                            self.at(*seq).and_then(|at| self.running[at].session.as_ref());
+                        match (&self.engine, session) {
+                            (Some(engine), Some(session)) => engine.is_poisoned(session),
+                            _ => false,
+                        }
+                    })
+                    .collect();
+                match poisoned.is_empty() {
+                    // Whoever it was about has left; the others must not fail for it, nor try for ever.
+                    true => self.step_refused(order, &reason, strict),
+                    false => self.fail_alone(&poisoned, &reason),
+                }
+            }
+        }
+    }
+
+    /// A step that changed nothing: it is tried again, or those in it fail if it is `strict`.
+    fn step_refused(&mut self, order: &[u64], reason: &str, strict: bool) -> Result<(), Lost> {
+        Counters::add(&self.shared.counters.faults, 1);
+        self.refusals += 1;
+        match strict {
+            true => self.fail_alone(order, reason),
+            false => Ok(()),
+        }
+    }
+
+    fn fail_alone(&mut self, order: &[u64], reason: &str) -> Result<(), Lost> {
+        for seq in order {
+            if let Some(at) = self.at(*seq) {
+                self.fail(at, reason.to_owned())?;
+            }
+        }
+        Ok(())
+    }
+}
