@@ -29,6 +29,8 @@ pub struct Request {
     pub max_tokens: usize,
     /// Tokens that end the answer; they belong to it.
     pub stop_ids: Vec<u32>,
+    /// Added to the logits of these tokens before anything else; at −100 a token does not occur.
+    pub logit_bias: Vec<(u32, f32)>,
     /// Most likely tokens to be told with each token, besides the chosen one; `None`: no log-probabilities.
     pub logprobs: Option<u32>,
     /// Lengths of prefixes of the prompt whose state is worth keeping for later prompts, ascending.
