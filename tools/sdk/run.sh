@@ -10,7 +10,7 @@ dir=${SDK_DIR:-$root/target/sdk}
 key=sk-session
 mkdir -p "$dir/python" "$dir/js"
 if ! cmp -s "$here/requirements.txt" "$dir/python/installed"; then
-    python3 -m pip install --quiet --disable-pip-version-check --upgrade --target "$dir/python" -r "$here/requirements.txt"
+    python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --upgrade --target "$dir/python" -r "$here/requirements.txt"
     cp "$here/requirements.txt" "$dir/python/installed"
 fi
 cp "$here/package.json" "$here/session.mjs" "$dir/js/"

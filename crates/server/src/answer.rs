@@ -273,3 +273,95 @@ impl Answer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::LazyLock;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    static TOKENIZER: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| {
+        let file = |name: &str| {
+            let (_, bytes) = lily_demo::FILES.iter().find(|(file, _)| *file == name).unwrap();
+            std::str::from_utf8(bytes).unwrap()
+        };
+        let config = file("tokenizer_config.json");
+        Arc::new(Tokenizer::from_json(file("tokenizer.json"), Some(config)).unwrap())
+    });
+
+    fn chat(thinking: bool) -> Reading {
+        Reading::Chat { thinking, tools: None, one_call: false }
+    }
+
+    /// Text and tokens of an answer, and why it ended.
+    fn read(reading: &Reading, stops: &[&str], text: &str) -> (String, Vec<u32>, FinishReason) {
+        let stops: Vec<String> = stops.iter().map(|stop| (*stop).to_owned()).collect();
+        let end = TOKENIZER.eos_id().unwrap();
+        let mut answer = Answer::new(&TOKENIZER, reading, &stops, [end].into());
+        let mut deltas = Vec::new();
+        for id in TOKENIZER.encode_rendered(text).unwrap().into_iter().chain([end]) {
+            let logprob = Some(Logprob::default());
+            deltas.extend(answer.token(Token { id, logprob, at: Instant::now() }));
+        }
+        deltas.extend(answer.finish(Finish::Stop));
+        let (mut content, mut ids) = (String::new(), Vec::new());
+        for delta in deltas {
+            if let Delta::Content { text, tokens } = delta {
+                content += &text;
+                ids.extend(tokens.into_iter().map(|token| token.id));
+            }
+        }
+        (content, ids, answer.ended().unwrap())
+    }
+
+    fn spelled(ids: &[u32]) -> String {
+        TOKENIZER.decode(ids, false)
+    }
+
+    #[test]
+    fn tokens_of_thoughts_and_layout_have_no_place_in_the_text() {
+        let (content, ids, _) = read(&chat(true), &[], "a b\n</think>\n\nc d 🙂");
+        assert_eq!(content, "c d 🙂");
+        assert_eq!(spelled(&ids), content);
+    }
+
+    #[test]
+    fn tokens_behind_a_stop_are_not_told() {
+        let (content, ids, ended) = read(&chat(false), &["gamma"], "alpha beta gamma delta");
+        assert_eq!((content.as_str(), ended), ("alpha beta ", FinishReason::Stop));
+        // The last token may reach into the stop.
+        let told = spelled(&ids);
+        assert!(told.starts_with(&content) && !told.contains("gamma"), "{told:?}");
+    }
+
+    #[test]
+    fn stops_hold_in_the_answer_only() {
+        let (content, ..) = read(&chat(true), &["x"], "x y</think>y x");
+        assert_eq!(content, "y ");
+        let (content, ..) = read(&Reading::Raw, &["x"], "y</think>x");
+        assert_eq!(content, "y</think>");
+    }
+
+    proptest! {
+        #[test]
+        fn tokens_spell_the_text(text in "[a-c \\né🙂<>/]{0,40}") {
+            for reading in [chat(false), Reading::Raw] {
+                let (content, ids, _) = read(&reading, &[], &text);
+                prop_assert_eq!(&content, &text);
+                prop_assert_eq!(spelled(&ids), content);
+            }
+        }
+
+        #[test]
+        fn text_ends_before_the_first_stop(text in "[abc ]{0,30}", stops in prop::collection::vec("[abc ]{1,3}", 1..4)) {
+            let stops: Vec<&str> = stops.iter().map(String::as_str).collect();
+            let (content, ids, _) = read(&chat(false), &stops, &text);
+            let end = stops.iter().filter_map(|stop| text.find(stop)).min().unwrap_or(text.len());
+            prop_assert_eq!(&content, &text[..end]);
+            // The last token may reach into the stop.
+            prop_assert!(spelled(&ids).starts_with(&content));
+        }
+    }
+}
