@@ -91,7 +91,11 @@ impl ChatTemplate {
         let rendered =
             self.render_variables(minijinja::context! { __lily_excuses => answered, ..base });
         match rendered {
-            Ok(text) if excuses.next.load(Ordering::Relaxed) == count && text.contains(TURN) => {
+            // Among turns of another form one of ours would be noise.
+            Ok(text)
+                if excuses.next.load(Ordering::Relaxed) == count
+                    && text.matches(TURN).count() > count =>
+            {
                 Ok(Some(text))
             }
             Ok(_) | Err(ChatError::Refused { .. } | ChatError::Render { .. }) => Ok(None),
