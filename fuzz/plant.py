@@ -9,6 +9,8 @@ PLANTS = {
     "tokenizer": ("crates/chat/src/tokenizer.rs", "return Err(contradiction(TOKENIZER_FILE, token.id, &token.content));", "panic!(\"planted: tokenizer\");"),
     "detokenizer": ("crates/chat/src/detokenizer.rs", "        if !self.waiting.is_empty() {", "        assert!(self.waiting.len() != 3, \"planted: detokenizer\");\n        if !self.waiting.is_empty() {"),
     "stop": ("crates/chat/src/stop.rs", "self.stopped_by = Some(index);", "assert!(index != 3, \"planted: stop\");\n                self.stopped_by = Some(index);"),
+    "tools": ("crates/chat/src/tools/call.rs", "            State::Value(parameter) if parameter.closing.lacks_the_closer(VALUE_END) => {", "            State::Value(parameter) if parameter.closing.lacks_the_closer(VALUE_END) => {\n                panic!(\"planted: tools\");"),
+    "reasoning": ("crates/chat/src/reasoning.rs", "            Some(Step::Done) => return Link::Closed,", "            Some(Step::Done) => panic!(\"planted: reasoning\"),"),
     "header": ("crates/checkpoint/src/header.rs", "false => Err(HeaderProblem::TrailingBytes { end: covered, file_len }),", "false => panic!(\"planted: header\"),"),
     "config": ("crates/model/src/rope.rs", "if sum(section) != Some(dims as u64 / 2) {", "if sum(section) != Some(dims as u64 / 2) {\n                panic!(\"planted: config\");"),
     "index": ("crates/checkpoint/src/checkpoint.rs", "Err(IndexProblem::TotalSize { indexed, actual: total_bytes })", "panic!(\"planted: index {indexed}\")"),

@@ -17,7 +17,7 @@ cp -r "$here"/{Cargo.toml,Cargo.lock,fuzz_targets,seeds,dictionaries} "$copy/fuz
 python3 "$here/plant.py" "$copy"
 cd "$copy/fuzz"
 cargo +nightly fuzz build
-for target in template tokenizer detokenizer stop header config index; do
+for target in template tokenizer detokenizer stop tools reasoning header config index; do
   mkdir -p "corpus/$target"
   dictionary=()
   [ -f "dictionaries/$target" ] && dictionary=("-dict=dictionaries/$target")

@@ -12,7 +12,7 @@ cd "$(dirname "$0")"
 seconds=${1:?usage: run.sh SECONDS [TARGET…]}
 shift
 targets=("$@")
-[ ${#targets[@]} -gt 0 ] || targets=(template tokenizer detokenizer stop header config index)
+[ ${#targets[@]} -gt 0 ] || targets=(template tokenizer detokenizer stop tools reasoning header config index)
 corpus=${FUZZ_CORPUS:-corpus}
 cargo +nightly fuzz build
 for target in "${targets[@]}"; do

@@ -50,9 +50,12 @@ pub(crate) fn install(environment: &mut Environment<'_>) {
     });
 }
 
-fn raise_exception(message: &Value) -> Result<Value, Error> {
+fn raise_exception(state: &State<'_, '_>, message: &Value) -> Result<Value, Error> {
     let message = str_of(message)?;
     let message = crate::marks::unmark(&message).into_owned();
+    if let Some(text) = crate::conversation::excuse(state, &message) {
+        return Ok(text);
+    }
     Err(Error::new(ErrorKind::InvalidOperation, "raised").with_source(Raised(message)))
 }
 

@@ -21,8 +21,10 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod answer;
 mod bigint;
 mod concat;
+mod conversation;
 mod defaults;
 mod detokenizer;
 mod error;
@@ -34,6 +36,7 @@ mod namespace;
 mod pyjson;
 mod pystr;
 mod pyvalue;
+mod reasoning;
 mod render_input;
 mod source;
 mod stop;
@@ -41,7 +44,9 @@ mod strftime;
 mod template;
 mod tokenizer;
 pub mod tolerance;
+pub mod tools;
 
+pub use answer::{AnswerParser, End, Part};
 pub use defaults::{GenerationDefaults, find_template, generation_defaults};
 pub use detokenizer::{Detokenizer, Utf8Stream};
 pub use error::ChatError;
@@ -50,3 +55,4 @@ pub use stop::{StopMatcher, StopOutput};
 pub use template::ChatTemplate;
 pub use tokenizer::Tokenizer;
 pub use tolerance::{Repair, Rule, Tolerant};
+pub use tools::{CallPart, Tools, ToolsError};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{AutoEscape, Environment, Error, ErrorKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 
 use crate::error::ChatError;
 use crate::globals::{Raised, strftime_at};
@@ -104,11 +104,17 @@ impl ChatTemplate {
     /// raises, [`ChatError::Limit`] when it runs too long, else [`ChatError::Render`].
     pub fn render(&self, input: &RenderInput) -> Result<String, ChatError> {
         let variables = variables(input, &self.control, self.splits_thinking)?;
+        self.render_variables(to_value(&variables))
+    }
+
+    /// Renders with variables that are marked already.
+    pub(crate) fn render_variables(&self, variables: Value) -> Result<String, ChatError> {
         on_deep_stack(self.wraps, || {
             let mut output = Limited { text: Vec::new(), overflowed: false };
-            let rendered = self.environment.get_template(NAME).and_then(|template| {
-                template.render_captured_to(to_value(&variables), &mut output).map(drop)
-            });
+            let rendered = self
+                .environment
+                .get_template(NAME)
+                .and_then(|template| template.render_captured_to(variables, &mut output).map(drop));
             match rendered {
                 Ok(()) => String::from_utf8(output.text)
                     .map_err(|error| ChatError::Render { problem: error.to_string() }),
@@ -117,6 +123,14 @@ impl ChatTemplate {
             }
         })
         .unwrap_or_else(|| Err(no_stack()))
+    }
+
+    /// The variables of a conversation, marked.
+    pub(crate) fn variables(
+        &self,
+        input: &RenderInput,
+    ) -> Result<serde_json::Map<String, serde_json::Value>, ChatError> {
+        variables(input, &self.control, self.splits_thinking)
     }
 
     /// Renders a prompt from what sloppy clients send, by the rules of

@@ -22,6 +22,7 @@ mod resolve;
 mod run;
 mod sampling;
 mod score;
+mod serve;
 mod shell;
 mod show;
 mod token_ids;
@@ -47,6 +48,7 @@ struct Cli {
 enum Command {
     Run(run::RunArgs),
     Chat(chat::ChatArgs),
+    Serve(serve::ServeArgs),
     Pull(pull::PullArgs),
     Models(models::ModelsArgs),
     Doctor(doctor::DoctorArgs),
@@ -68,6 +70,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Run(args) => run::run(&args),
         Command::Chat(args) => chat::chat(&args),
+        Command::Serve(args) => serve::serve(&args),
         Command::Pull(args) => pull::pull(&args),
         Command::Models(args) => models::models(&args),
         Command::Doctor(args) => doctor::doctor(&args),

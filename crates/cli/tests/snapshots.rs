@@ -20,6 +20,7 @@ fn help() {
         "",
         "run",
         "chat",
+        "serve",
         "pull",
         "models",
         "doctor",

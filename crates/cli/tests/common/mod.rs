@@ -27,7 +27,8 @@ pub fn command<S: AsRef<OsStr>>(args: &[S]) -> Command {
 
 /// Keeps the cache, the history and the settings of the user out of a test.
 pub fn isolate(command: &mut Command, home: &Path) {
-    for name in ["HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "NO_COLOR"] {
+    for name in ["HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "NO_COLOR", "LILY_API_KEY"]
+    {
         command.env_remove(name);
     }
     command.env("HF_HUB_CACHE", home.join("hub")).env("XDG_STATE_HOME", home.join("state"));
