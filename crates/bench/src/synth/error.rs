@@ -19,6 +19,12 @@ pub enum SynthError {
         /// The path.
         path: PathBuf,
     },
+    /// The file is there.
+    #[error("{} is there already; name another file, or delete it", path.display())]
+    Exists {
+        /// The file.
+        path: PathBuf,
+    },
     /// The file system has too little room.
     #[error(
         "the checkpoint takes {need} bytes ({:.2} GB), {} has {free} free ({:.2} GB); write fewer layers, or to another disk",

@@ -42,7 +42,7 @@ impl Stream {
     }
 
     /// Nearly N(0, 1): the sum of four uniform numbers. Integers only, so the same on every machine.
-    fn normal(self, i: u64) -> f64 {
+    pub fn normal(self, i: u64) -> f64 {
         let w = self.word(i);
         let sum: u64 = (0..4).map(|k| w >> (16 * k) & 0xFFFF).sum();
         (sum as f64 - 2.0 * 65535.0) / 65536.0 * 3f64.sqrt()

@@ -10,12 +10,14 @@
 
 mod error;
 mod fill;
+mod gguf;
 mod shape;
 mod skew;
 mod tensors;
 mod write;
 
 pub use error::SynthError;
+pub use gguf::{WrittenGguf, write_gguf};
 pub use shape::Shape;
 pub use skew::{MAX_SHARE, expert_shares};
 pub use write::{SHARD_BYTES, Synth, Written};

@@ -182,7 +182,7 @@ fn prepare_folder(out: &Path) -> Result<(), SynthError> {
 }
 
 #[cfg(unix)]
-fn check_space(out: &Path, need: u64) -> Result<(), SynthError> {
+pub(super) fn check_space(out: &Path, need: u64) -> Result<(), SynthError> {
     // A file system that does not tell is taken at its word when it refuses a write.
     let Ok(stat) = rustix::fs::statvfs(out) else { return Ok(()) };
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
@@ -193,22 +193,22 @@ fn check_space(out: &Path, need: u64) -> Result<(), SynthError> {
 }
 
 #[cfg(not(unix))]
-fn check_space(_: &Path, _: u64) -> Result<(), SynthError> {
+pub(super) fn check_space(_: &Path, _: u64) -> Result<(), SynthError> {
     Ok(())
 }
 
 /// Most bytes of a file that the system lets this process write.
 #[cfg(unix)]
-fn file_limit() -> Option<u64> {
+pub(super) fn file_limit() -> Option<u64> {
     rustix::process::getrlimit(rustix::process::Resource::Fsize).current
 }
 
 #[cfg(not(unix))]
-fn file_limit() -> Option<u64> {
+pub(super) fn file_limit() -> Option<u64> {
     None
 }
 
-fn check_file_limit(need: u64, limit: Option<u64>) -> Result<(), SynthError> {
+pub(super) fn check_file_limit(need: u64, limit: Option<u64>) -> Result<(), SynthError> {
     match limit {
         Some(limit) if limit < need => Err(SynthError::FileLimit { need, limit }),
         _ => Ok(()),

@@ -1,0 +1,218 @@
+//! llama.cpp by its own `llama-bench`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use lily_engine::Cancel;
+use serde_json::Value;
+
+use super::process::{Patience, output};
+use crate::engine::{Engine, Point, Trouble};
+
+/// A setting that is this much slower in the warm-up is not measured in the rounds.
+const HOPELESS: f64 = 1.10;
+
+/// One test of a `llama-bench -o json` run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LlamaTest {
+    /// Tokens of the prompt, 0 in a test of generation.
+    pub prompt: u64,
+    /// Tokens generated, 0 in a test of a prompt.
+    pub generated: u64,
+    /// Tokens in the cache before.
+    pub depth: u64,
+    /// Seconds, one a repetition.
+    pub seconds: Vec<f64>,
+    /// Build, backend, model and settings, for the report.
+    pub facts: Vec<(String, String)>,
+}
+
+/// Parses what `llama-bench -o json` prints: an array of tests. Unknown fields do no harm; fields that changed
+/// their type between versions are taken as they come.
+pub fn parse_llama_bench(text: &str) -> Result<Vec<LlamaTest>, Trouble> {
+    let bad = |what: String| Trouble::Failed(format!("llama-bench printed {what}"));
+    // Some builds say something before the array.
+    let start = text.find("[\n").or_else(|| text.find('[')).unwrap_or(0);
+    let value: Value = serde_json::from_str(text[start..].trim())
+        .map_err(|error| bad(format!("no JSON: {error}")))?;
+    let tests = value.as_array().ok_or_else(|| bad("JSON, but no array of tests".into()))?;
+    tests.iter().map(|test| parse_test(test).map_err(bad)).collect()
+}
+
+fn parse_test(test: &Value) -> Result<LlamaTest, String> {
+    let number = |key: &str| test[key].as_u64().ok_or_else(|| format!("a test without {key}"));
+    let nanos: Vec<f64> = match test["samples_ns"].as_array() {
+        Some(samples) => samples.iter().filter_map(Value::as_f64).collect(),
+        None => Vec::new(),
+    };
+    // Versions before samples_ns have the average alone.
+    let nanos = match nanos.is_empty() {
+        true => vec![test["avg_ns"].as_f64().ok_or("a test without samples_ns and avg_ns")?],
+        false => nanos,
+    };
+    let fact = |key: &str| match &test[key] {
+        Value::Null => None,
+        Value::String(text) => Some((key.to_owned(), text.clone())),
+        other => Some((key.to_owned(), other.to_string())),
+    };
+    let told = ["build_commit", "build_number", "backends", "cpu_info", "gpu_info", "model_type"];
+    let told = told.into_iter().chain(["model_size", "n_threads", "n_ubatch", "flash_attn"]);
+    let told = told.chain(["use_mmap", "load_mode"]);
+    Ok(LlamaTest {
+        prompt: number("n_prompt")?,
+        generated: number("n_gen")?,
+        // Older than the option for it.
+        depth: test["n_depth"].as_u64().unwrap_or(0),
+        seconds: nanos.into_iter().map(|ns| ns / 1e9).collect(),
+        facts: told.filter_map(fact).collect(),
+    })
+}
+
+/// What llama.cpp is run on, and how.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LlamaOptions {
+    /// The folder of its build, or above it.
+    pub dir: PathBuf,
+    /// The model's GGUF file.
+    pub model: PathBuf,
+    /// Threads; its own choice if `None`.
+    pub threads: Option<usize>,
+    /// More arguments of `llama-bench`, such as `-ngl 99 -ub 2048`.
+    pub args: Vec<String>,
+    /// How long one run of it may take.
+    pub timeout: Duration,
+}
+
+/// llama.cpp, by one run of `llama-bench` for each measurement: with flash attention and without, the better one
+/// counts. The file is mapped, which is its default; it warms up by itself before it measures.
+pub struct LlamaBench {
+    program: PathBuf,
+    options: LlamaOptions,
+    patience: Patience,
+    /// Settings of `-fa` that are worth measuring at this point.
+    flash: Vec<&'static str>,
+    facts: Vec<(String, String)>,
+}
+
+impl LlamaBench {
+    /// Finds the program and the file.
+    pub fn new(options: LlamaOptions, cancel: Cancel) -> Result<Self, Trouble> {
+        let program = find(&options.dir)?;
+        if !options.model.is_file() {
+            return Err(Trouble::Missing(format!(
+                "the GGUF file {} is not there; name it with --gguf, or write one with `lily bench synth --gguf`",
+                options.model.display()
+            )));
+        }
+        let patience = Patience { timeout: options.timeout, cancel };
+        Ok(Self { program, options, patience, flash: FLASH.to_vec(), facts: Vec::new() })
+    }
+
+    fn arguments(&self, point: Point, flash: &str) -> Vec<String> {
+        let mut args: Vec<String> = ["-o", "json", "-r", "1", "-fa", flash].map(Into::into).into();
+        args.extend(["-m".into(), self.options.model.display().to_string()]);
+        if let Some(threads) = self.options.threads {
+            args.extend(["-t".into(), threads.to_string()]);
+        }
+        args.extend(match point {
+            Point::Prefill { tokens } => {
+                ["-p".into(), tokens.to_string(), "-n".into(), "0".into()].to_vec()
+            }
+            Point::Decode { context, tokens } => {
+                let numbers = ["0".into(), tokens.to_string(), context.to_string()];
+                ["-p", "-n", "-d"]
+                    .into_iter()
+                    .map(String::from)
+                    .zip(numbers)
+                    .flat_map(|(a, b)| [a, b])
+                    .collect()
+            }
+        });
+        args.extend(self.options.args.iter().cloned());
+        args
+    }
+
+    fn once(&mut self, point: Point, flash: &str) -> Result<f64, Trouble> {
+        let mut command = Command::new(&self.program);
+        command.args(self.arguments(point, flash));
+        let tests = parse_llama_bench(&output(command, &self.patience)?)?;
+        let (prompt, generated, depth) = match point {
+            Point::Prefill { tokens } => (tokens, 0, 0),
+            Point::Decode { context, tokens } => (0, tokens, context),
+        };
+        let want = (prompt as u64, generated as u64, depth as u64);
+        let test = tests.into_iter().find(|t| (t.prompt, t.generated, t.depth) == want);
+        let test = test.ok_or_else(|| {
+            Trouble::Failed(format!("llama-bench measured something else than {point}"))
+        })?;
+        self.facts = test.facts;
+        let best = test.seconds.into_iter().reduce(f64::min);
+        best.ok_or_else(|| Trouble::Failed("llama-bench has no figure".into()))
+    }
+
+    /// The times of each setting that works; trouble if none does.
+    fn all(&mut self, point: Point) -> Result<Vec<(&'static str, f64)>, Trouble> {
+        let mut times = Vec::new();
+        let mut trouble = None;
+        for flash in self.flash.clone() {
+            match self.once(point, flash) {
+                Ok(seconds) => times.push((flash, seconds)),
+                Err(Trouble::Interrupted) => return Err(Trouble::Interrupted),
+                Err(error) => trouble = Some(error),
+            }
+        }
+        match trouble {
+            Some(trouble) if times.is_empty() => Err(trouble),
+            _ => Ok(times),
+        }
+    }
+}
+
+const FLASH: [&str; 2] = ["0", "1"];
+
+/// `llama-bench` in a folder, or where a build below it puts it.
+fn find(dir: &Path) -> Result<PathBuf, Trouble> {
+    let name = format!("llama-bench{}", std::env::consts::EXE_SUFFIX);
+    let places = ["", "bin", "build/bin"].map(|place| dir.join(place).join(&name));
+    let found = places.iter().find(|path| path.is_file()).cloned();
+    found.ok_or_else(|| {
+        Trouble::Missing(format!(
+            "there is no {name} in {0}, {0}/bin or {0}/build/bin; build llama.cpp's target llama-bench",
+            dir.display()
+        ))
+    })
+}
+
+impl Engine for LlamaBench {
+    fn name(&self) -> &str {
+        "llama.cpp"
+    }
+
+    fn facts(&self) -> Vec<(String, String)> {
+        let mut facts = vec![("file".to_owned(), self.options.model.display().to_string())];
+        facts.extend(self.facts.iter().cloned());
+        facts
+    }
+
+    fn warm_up(&mut self, point: Point) -> Result<(), Trouble> {
+        self.flash = FLASH.to_vec();
+        let times = self.all(point)?;
+        let best = times.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
+        self.flash = times.iter().filter(|t| t.1 <= HOPELESS * best).map(|t| t.0).collect();
+        Ok(())
+    }
+
+    fn prefill(&mut self, tokens: usize) -> Result<f64, Trouble> {
+        self.measure(Point::Prefill { tokens })
+    }
+
+    fn decode(&mut self, context: usize, tokens: usize) -> Result<f64, Trouble> {
+        self.measure(Point::Decode { context, tokens })
+    }
+
+    fn measure(&mut self, point: Point) -> Result<f64, Trouble> {
+        let times = self.all(point)?;
+        Ok(times.into_iter().map(|t| t.1).fold(f64::INFINITY, f64::min))
+    }
+}
