@@ -90,11 +90,13 @@ impl SamplingArgs {
             min_p: defaults.min_p,
             repetition_penalty: defaults.repetition_penalty,
             presence_penalty: defaults.presence_penalty,
+            frequency_penalty: defaults.frequency_penalty,
             ..SampleParams::GREEDY
         };
         if let Some(preset) = self.preset {
             (base.temperature, base.top_p, base.presence_penalty) = preset.values();
             (base.top_k, base.min_p, base.repetition_penalty) = (20, 0.0, 1.0);
+            base.frequency_penalty = 0.0;
         }
         SampleParams {
             temperature: self.temperature.unwrap_or(base.temperature),

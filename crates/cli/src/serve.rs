@@ -7,7 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use clap::Args;
-use lily_scheduler::{Generator, Limits};
+use lily_engine::{EngineOptions, snapshot_bytes};
+use lily_scheduler::{Generator, Limits, Scheduler, SchedulerOptions};
 use lily_server::replay::{Replay, Script};
 use lily_server::{Options, ServedModel};
 
@@ -33,7 +34,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PORT", default_value_t = 8080)]
     pub port: u16,
 
-    /// Context of each request in tokens: prompt and answer together. Default: the model's, or what memory allows.
+    /// Context of each request in tokens: prompt and answer together. Default: 32768, or the model's if that is less.
     #[arg(long, value_name = "N", value_parser = count)]
     pub ctx: Option<usize>,
 
@@ -157,18 +158,35 @@ fn generator(
     opened: &Opened,
     model: &ServedModel,
 ) -> anyhow::Result<Arc<dyn Generator>> {
-    let context = args.ctx.unwrap_or(opened.model.config.max_position_embeddings);
+    let most = opened.model.config.max_position_embeddings;
+    let context = args.ctx.unwrap_or(most.min(DEFAULT_CONTEXT));
     opened.check_context(context)?;
-    let limits = Limits { context, parallel: args.parallel, queue: args.queue };
-    match &args.replay {
-        Some(file) => Ok(Arc::new(replay(file, limits, model)?)),
-        None => Err(Failure::usage(
-            "this program serves scripts only",
-            "give --replay FILE; lily run and lily chat answer with the model",
-        )
-        .into()),
+    if let Some(file) = &args.replay {
+        let limits = Limits { context, parallel: args.parallel, queue: args.queue };
+        return Ok(Arc::new(replay(file, limits, model)?));
     }
+    let (factory, plan) = (opened.engines(&args.compute)?, Arc::clone(&opened.model.plan));
+    // Room for the prefixes of some conversations a request, and for requests that give way.
+    let kept = snapshot_bytes(&plan, context).saturating_mul(4 * args.parallel as u64);
+    let options = EngineOptions {
+        snapshot_bytes: kept.min(MOST_KEPT),
+        ..EngineOptions::new(context, args.parallel, args.compute.chunk)
+    };
+    let scheduling = SchedulerOptions {
+        queue: args.queue,
+        // A GPU computes prompts and answers by different kernels.
+        mixed: args.compute.on_host(),
+        ..SchedulerOptions::default()
+    };
+    let factory = Box::new(move || factory(options));
+    Ok(Arc::new(Scheduler::new(factory, scheduling)?))
 }
+
+/// Context of a request unless asked otherwise, where the model has more.
+const DEFAULT_CONTEXT: usize = 32_768;
+
+/// Most bytes for kept states.
+const MOST_KEPT: u64 = 2 << 30;
 
 fn replay(file: &Path, limits: Limits, model: &ServedModel) -> anyhow::Result<Replay> {
     let place = || format!("the replay file {}", file.display());

@@ -104,6 +104,7 @@ pub fn evaluate(
     let text = Arc::new(Text::new(profile.platform, &shape));
     let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
     list.pipelines = driver.pipelines(&text, &kernels)?;
+    list.inputs = vec![memory.inputs(0)];
     let list = Arc::new(list);
     let submission = driver.submit(&list)?;
     driver.wait(submission)?;

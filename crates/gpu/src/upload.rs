@@ -15,13 +15,16 @@ const ALIGNMENT: u64 = 256;
 /// Bytes copied at once, so that a large tensor needs no copy of its own.
 const CHUNK: usize = 64 << 20;
 
+/// A weight's slab, the ranges of its parts, and its entry.
+type Place = (usize, [Range<u64>; 3], crate::Matrix);
+
 /// Where every weight of a plan lies.
 #[derive(Clone, Debug)]
 pub struct SlabLayout {
     /// Bytes of each slab.
     pub slabs: Vec<u64>,
     /// For each weight its slab, and its entry in it.
-    places: Vec<(usize, [Range<u64>; 3], crate::Matrix)>,
+    places: Vec<Place>,
     /// How each weight is stored: vectors and convolution taps as f32, all else as in the checkpoint.
     stored: Vec<WeightSpec>,
 }
@@ -32,8 +35,7 @@ impl SlabLayout {
     pub fn new(plan: &Plan, max_buffer: u64) -> Result<Self, String> {
         let stored: Vec<WeightSpec> =
             (0..plan.weights.len()).map(|i| stored_spec(plan, WeightId(i as u32))).collect();
-        let mut places: Vec<Option<(usize, [Range<u64>; 3], crate::Matrix)>> =
-            vec![None; stored.len()];
+        let mut places: Vec<Option<Place>> = vec![None; stored.len()];
         let mut slabs = vec![0u64];
         for group in groups(plan) {
             let place = |start: u64| {

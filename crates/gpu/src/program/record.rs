@@ -68,6 +68,8 @@ pub struct Recording {
     profile: Profile,
     /// Groups of decode steps, and of prefill steps.
     groups: [Vec<Group>; 2],
+    /// Index, bytes a row, bytes in all of each weight that an operation reads, and whether it is one of experts.
+    weight_reads: Vec<(usize, u64, u64, bool)>,
 }
 
 impl Recording {
@@ -80,7 +82,14 @@ impl Recording {
         profile: Profile,
     ) -> Self {
         let groups = [true, false].map(|decode| groups(&plan, &tuning, decode));
-        Self { plan, weights, shape, tuning, profile, groups }
+        let reads = plan.nodes().flat_map(|node| node.op.weight_bytes_per_token(&plan));
+        let weight_reads = reads
+            .map(|(w, bytes)| {
+                let spec = plan.weight(w);
+                (w.0 as usize, bytes, spec.bytes(), spec.matrices > 1)
+            })
+            .collect();
+        Self { plan, weights, shape, tuning, profile, groups, weight_reads }
     }
 
     /// For weights that are nowhere: to know what a device would do.
@@ -96,6 +105,11 @@ impl Recording {
     /// The plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// Index, bytes a row, bytes in all of each weight that an operation reads, and whether it is one of experts.
+    pub(super) fn weight_reads(&self) -> &[(usize, u64, u64, bool)] {
+        &self.weight_reads
     }
 
     /// The switches.

@@ -272,14 +272,10 @@ impl GpuProgram {
 
     /// Adds what a step of `rows` tokens reads of each weight.
     fn count_weights(&mut self, rows: usize) {
-        let plan = self.recording.plan().clone();
-        for node in plan.nodes() {
-            for (w, bytes) in node.op.weight_bytes_per_token(&plan) {
-                let all = plan.weight(w).bytes();
-                let matrix = plan.weight(w).matrices > 1;
-                let read = if matrix { all.min(bytes.saturating_mul(rows as u64)) } else { bytes };
-                self.counters.weight_bytes[w.0 as usize] += read;
-            }
+        for &(w, row, all, stacked) in self.recording.weight_reads() {
+            // Rows may share experts; a matrix that serves all rows is read once.
+            let read = if stacked { all.min(row.saturating_mul(rows as u64)) } else { row };
+            self.counters.weight_bytes[w] += read;
         }
     }
 }
