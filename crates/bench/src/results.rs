@@ -176,7 +176,7 @@ mod tests {
             unit: "tok/s".into(),
             rounds: vec![1.5, 2.0, 123_456.0],
         };
-        run().append(&path, &[figure.clone()]).unwrap();
+        run().append(&path, std::slice::from_ref(&figure)).unwrap();
         run().append(&path, &[figure.clone(), figure]).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         let lines: Vec<&str> = text.lines().collect();
