@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 
 use lily_bench::synth::Shape;
-use lily_gpu::Tuning;
+use lily_device::Limits;
 use lily_gpu::fuse::{Group, groups};
+use lily_gpu::program::{Head, Kind, Recording};
+use lily_gpu::report::decode;
+use lily_gpu::{Profile, StepShape, Tuning};
 use lily_model::{Precision, plan_of_config};
 use lily_ops::{Op, Plan};
 
@@ -62,7 +65,7 @@ fn counts(tuning: &Tuning, decode: bool) -> BTreeMap<String, usize> {
 }
 
 #[test]
-fn decode() {
+fn chains_of_a_decode_step() {
     let want: BTreeMap<String, usize> = [
         ("embed", 1),
         ("projections of mixer", 40),
@@ -85,7 +88,7 @@ fn decode() {
 }
 
 #[test]
-fn prefill() {
+fn chains_of_a_prefill_step() {
     let counts = counts(&Tuning::default(), false);
     assert_eq!(counts["conv prep"], 30);
     assert_eq!(counts["project add"], 40);
@@ -100,4 +103,44 @@ fn a_switch_takes_its_chains_apart() {
     assert_eq!(off("fuse_conv")["causal_conv"], 30);
     assert_eq!(off("fuse_scan_norm")["gated_rms_norm"], 30);
     assert_eq!(off("fuse_experts_out")["moe_combine"], 40);
+}
+
+/// The decode step of the real shape at 4,096 tokens, as a GPU of either kind records it.
+#[test]
+fn the_recorded_decode_step() {
+    for name in ["metal", "cuda"] {
+        let profile = Profile::named(name).expect("a known profile");
+        let recording = Recording::virtual_of(&plan(), &Tuning::default(), &profile).unwrap();
+        let step = decode(&recording, 4096).unwrap();
+        let ratio = step.bytes as f64 / step.bytes_floor as f64;
+        println!("{name}: {} dispatches, {} stages, {ratio:.4}", step.dispatches, step.stages);
+        assert!(step.dispatches <= 420, "{name}: {} dispatches", step.dispatches);
+        assert!(step.stages <= 340, "{name}: {} stages", step.stages);
+        assert!(ratio <= 1.03, "{name}: {ratio} of the floor's bytes");
+    }
+}
+
+/// Each switch changes what is recorded, or, where it is no matter of the plan, the text's kernels.
+#[test]
+fn a_switch_changes_the_recorded_steps() {
+    let profile = Profile::named("cuda").expect("a known profile");
+    let kernels = |tuning: &Tuning, rows: u32, context: u32| {
+        let recording = Recording::virtual_of(&plan(), tuning, &profile).unwrap();
+        let limits =
+            Limits { pages: context.div_ceil(256) as usize, ..Limits::new(1, 1, rows as usize) };
+        let shape = StepShape { segments: vec![rows], outputs: 1, context };
+        let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
+        let (list, scratch) = recording.record_virtual(&limits, &kind).unwrap();
+        let names: Vec<&str> = list.dispatches.iter().map(|d| d.kernel).collect();
+        let args: Vec<Vec<u8>> = list.dispatches.iter().map(|d| d.args.clone()).collect();
+        (names, args, list.stages.len(), scratch)
+    };
+    let both = |tuning: &Tuning| (kernels(tuning, 1, 65_536), kernels(tuning, 512, 4096));
+    let on = both(&Tuning::default());
+    // Handed to the host by the program, not by what is recorded here: see the tests of whole models.
+    let elsewhere = ["token_handoff", "gpu_routing"];
+    for (name, _) in Tuning::SWITCHES.iter().filter(|(name, _)| !elsewhere.contains(name)) {
+        let off = both(&Tuning::without(name).unwrap());
+        assert!(off != on, "{name} changes nothing that is recorded");
+    }
 }

@@ -150,7 +150,7 @@ const SIMDS: u32 = 8;
 /// Whether a norm is worth repeating in every threadgroup of the launch, rather than being a kernel of its own: for few rows,
 /// and not for a launch as large as that of the logits.
 pub fn fuses_norm(profile: &Profile, rows: u32, simdgroups: u32, cols: u32) -> bool {
-    rows <= 2 && cols.is_multiple_of(8) && simdgroups <= profile.cores * 256
+    rows <= 2 && cols.is_multiple_of(8) && simdgroups <= profile.cores * 512
 }
 
 /// Simdgroups that a matrix needs if each lane works on one row.
