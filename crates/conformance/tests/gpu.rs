@@ -77,6 +77,20 @@ fn logits_stay_near_mlx_lm() {
     }
 }
 
+/// Routing read back and sorted by the host in each layer: the same bits.
+#[test]
+fn routing_by_the_host_changes_no_bit() {
+    let fixture = Fixture::open("tiny-c");
+    let off = Tuning::without("gpu_routing").expect("a switch");
+    let [want, got] = [Tuning::default(), off].map(|tuning| {
+        logits(&mut *program(&fixture, tuning), &fixture.tokens, &[40])
+            .iter()
+            .map(|x| x.to_bits())
+            .collect::<Vec<u32>>()
+    });
+    assert!(got == want);
+}
+
 /// The ids of `count` tokens after a prompt in two chunks; two steps in flight if `ahead`.
 fn generate(
     program: &mut dyn Program,

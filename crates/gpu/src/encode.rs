@@ -7,7 +7,7 @@ use crate::kernels::common::{Context, DeviceWeight};
 use crate::kernels::gemv::{self, Epilogue, GemvInput, GemvOutput};
 use crate::kernels::route::Routes;
 use crate::kernels::{delta, elementwise, gemm, moe, route};
-use crate::list::{Operand, Recorder};
+use crate::list::{HostRoute, Operand, Recorder};
 use crate::scratch::Scratch;
 
 /// What the operands of a plan are bound to while a list is recorded.
@@ -58,7 +58,17 @@ impl Bound<'_> {
             return Some(routes);
         }
         let entries = rows * self.width(ids);
-        let routes = route::route(r, c, self.scratch, self.value(ids), entries, experts);
+        let routes = match c.tuning.gpu_routing {
+            true => route::route(r, c, self.scratch, self.value(ids), entries, experts),
+            false => {
+                let adaptive = c.tuning.adaptive_tiles;
+                let routes = Routes::take(self.scratch, entries, experts, adaptive);
+                let (order, blocks) = (routes.order, routes.blocks);
+                let ids = self.value(ids);
+                r.by_host(HostRoute { ids, order, blocks, entries, experts, adaptive });
+                routes
+            }
+        };
         self.routes = Some((ids, routes));
         Some(routes)
     }

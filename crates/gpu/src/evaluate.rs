@@ -12,6 +12,7 @@ use crate::encode::{self, Bound};
 use crate::kernels::common::{Context, SegmentEntry, SlotHeader, StepShape, Tables};
 use crate::list::{CommandList, Operand, Recorder};
 use crate::memory::Memory;
+use crate::parts::Parts;
 use crate::scratch::Scratch;
 use crate::text::{Shape, Text};
 use crate::tuning::Tuning;
@@ -105,8 +106,7 @@ pub fn evaluate(
     let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
     list.pipelines = driver.pipelines(&text, &kernels)?;
     list.inputs = vec![memory.inputs(0)];
-    let list = Arc::new(list);
-    let submission = driver.submit(&list)?;
+    let submission = Parts::new(list.clone()).submit(driver)?;
     driver.wait(submission)?;
 
     let mut outputs = Vec::new();
@@ -124,7 +124,7 @@ pub fn evaluate(
         states.push(SlotState { position: before.position, k: r.k, v: r.v, ..layers });
     }
     let outputs = CaseOutputs { values: outputs, slots: states };
-    Ok((outputs, Arc::unwrap_or_clone(list)))
+    Ok((outputs, list))
 }
 
 /// Whether an operation writes the recurrent and the convolution's state.

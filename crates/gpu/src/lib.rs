@@ -19,6 +19,7 @@ pub mod kernels;
 pub mod list;
 pub mod memory;
 pub mod null;
+pub mod parts;
 pub mod profile;
 pub mod program;
 pub mod report;

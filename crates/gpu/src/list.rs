@@ -112,9 +112,51 @@ pub struct CommandList {
     pub inputs: Vec<(Buffer, Range<u64>)>,
     /// Ranges of shared buffers that the host reads after this list.
     pub outputs: Vec<(Buffer, Range<u64>)>,
+    /// Where the host steps in: the dispatch before which it does, and what it does.
+    pub breaks: Vec<(usize, HostRoute)>,
+}
+
+/// The host sorts routed rows by expert, as `route_count` and `route_scatter` do on the device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostRoute {
+    /// u32 expert of each routed row, read back.
+    pub ids: Operand,
+    /// u32, written: see [`Routes::order`](crate::kernels::route::Routes).
+    pub order: Operand,
+    /// u32, written: see [`Routes::blocks`](crate::kernels::route::Routes).
+    pub blocks: Operand,
+    /// Routed rows.
+    pub entries: u32,
+    /// Experts.
+    pub experts: u32,
+    /// Whether blocks are of 32 rows with a tail of 16.
+    pub adaptive: bool,
 }
 
 impl CommandList {
+    /// The list cut where the host steps in, with what it does after each part.
+    pub fn parts(&self) -> Vec<(Self, Option<HostRoute>)> {
+        let mut parts = Vec::new();
+        let mut first = 0;
+        let cuts = self.breaks.iter().map(|(at, route)| (*at, Some(route.clone())));
+        for (end, route) in cuts.chain([(self.dispatches.len(), None)]) {
+            let stages = self.stages.iter().filter(|s| (first..end).contains(*s));
+            parts.push((
+                Self {
+                    dispatches: self.dispatches[first..end].to_vec(),
+                    pipelines: self.pipelines[first..end].to_vec(),
+                    stages: stages.map(|s| s - first).collect(),
+                    inputs: if first == 0 { self.inputs.clone() } else { Vec::new() },
+                    outputs: if route.is_none() { self.outputs.clone() } else { Vec::new() },
+                    breaks: Vec::new(),
+                },
+                route,
+            ));
+            first = end;
+        }
+        parts
+    }
+
     /// The dispatches of each stage.
     pub fn stages(&self) -> impl Iterator<Item = Range<usize>> {
         let ends = self.stages.iter().skip(1).copied().chain([self.dispatches.len()]);
@@ -131,9 +173,16 @@ pub struct Recorder {
     pub op: &'static str,
     /// Its layer.
     pub layer: Option<u32>,
+    /// Where the host steps in.
+    pub breaks: Vec<(usize, HostRoute)>,
 }
 
 impl Recorder {
+    /// The host steps in before what is recorded next.
+    pub fn by_host(&mut self, route: HostRoute) {
+        self.breaks.push((self.dispatches.len(), route));
+    }
+
     /// Records one launch of `kernel`; `traffic` as in [`Dispatch::traffic`]. A launch without threadgroups
     /// is left out.
     pub fn dispatch(
@@ -170,12 +219,14 @@ impl Recorder {
         let mut first = 0;
         for (i, dispatch) in self.dispatches.iter().enumerate() {
             let waits = || self.dispatches[first..i].iter().any(|d| d.conflicts(dispatch));
-            if i == 0 || !concurrent || waits() {
+            let stopped = || self.breaks.iter().any(|(at, _)| *at == i);
+            if i == 0 || !concurrent || waits() || stopped() {
                 stages.push(i);
                 first = i;
             }
         }
-        CommandList { dispatches: self.dispatches, stages, ..CommandList::default() }
+        let (dispatches, breaks) = (self.dispatches, self.breaks);
+        CommandList { dispatches, stages, breaks, ..CommandList::default() }
     }
 }
 

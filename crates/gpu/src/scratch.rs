@@ -37,11 +37,12 @@ impl Scratch {
     pub fn place(&self, list: &mut CommandList, arena: Buffer, reuse: bool) -> u64 {
         let mut alive: HashMap<Buffer, Range<usize>> = HashMap::new();
         for (stage, dispatches) in list.stages().enumerate() {
-            for dispatch in &list.dispatches[dispatches] {
-                for b in dispatch.bindings.iter().filter(|b| b.buffer.0 >= VIRTUAL) {
-                    let range = alive.entry(b.buffer).or_insert(stage..stage);
-                    range.end = stage;
-                }
+            let hosts = list.breaks.iter().filter(|(at, _)| dispatches.contains(at));
+            let by_host = hosts.flat_map(|(_, r)| [r.ids.buffer, r.order.buffer, r.blocks.buffer]);
+            let bound = list.dispatches[dispatches.clone()].iter().flat_map(|d| &d.bindings);
+            for buffer in bound.map(|b| b.buffer).chain(by_host).filter(|b| b.0 >= VIRTUAL) {
+                let range = alive.entry(buffer).or_insert(stage..stage);
+                range.end = stage;
             }
         }
         let mut order: Vec<(Buffer, Range<usize>)> = alive.into_iter().collect();
@@ -74,6 +75,14 @@ impl Scratch {
                     b.buffer = arena;
                     b.offset += at;
                     b.hazard = b.hazard.start + at..b.hazard.end + at;
+                }
+            }
+        }
+        for (_, route) in &mut list.breaks {
+            for operand in [&mut route.ids, &mut route.order, &mut route.blocks] {
+                if let Some(at) = offsets.get(&operand.buffer) {
+                    operand.buffer = arena;
+                    operand.offset += at;
                 }
             }
         }

@@ -5,9 +5,7 @@
 pub struct Tuning {
     /// Prefill GEMMs dequantize 4-bit weights tile by tile; off: a pass of its own expands them to memory.
     pub dequantize_in_gemm: bool,
-    /// Expert routing stays on the device; off: it is read back and resubmitted by the host in each layer. The
-    /// host's tables exist (`kernels::route::host_tables`) and equal the device's to the bit; no program runs
-    /// by them yet, and one is refused.
+    /// Expert routing stays on the device; off: it is read back and resubmitted by the host in each layer.
     pub gpu_routing: bool,
     /// 32-row tiles with a tail of 16-row tiles, by the rows' distribution; off: 16 rows always.
     pub adaptive_tiles: bool,

@@ -138,7 +138,7 @@ fn a_switch_changes_the_recorded_steps() {
     let both = |tuning: &Tuning| (kernels(tuning, 1, 65_536), kernels(tuning, 512, 4096));
     let on = both(&Tuning::default());
     // Handed to the host by the program, not by what is recorded here: see the tests of whole models.
-    let elsewhere = ["token_handoff", "gpu_routing"];
+    let elsewhere = ["token_handoff"];
     for (name, _) in Tuning::SWITCHES.iter().filter(|(name, _)| !elsewhere.contains(name)) {
         let off = both(&Tuning::without(name).unwrap());
         assert!(off != on, "{name} changes nothing that is recorded");

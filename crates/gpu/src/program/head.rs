@@ -312,7 +312,7 @@ impl GpuProgram {
         let kind = Kind { shape, tables: flight.tables, head: Head::Rows { first: first as u32 } };
         let list = self.list(kind)?;
         let failed = |this: &mut Self, e| this.failed(&flight.slots, e);
-        let submission = self.driver.submit(&list).map_err(|e| failed(self, e))?;
+        let submission = list.submit(&mut *self.driver).map_err(|e| failed(self, e))?;
         self.driver.wait(submission).map_err(|e| failed(self, e))?;
         let mut logits = vec![0f32; count * self.recording.plan().vocab];
         let buffer = self.io.logits.buffer;

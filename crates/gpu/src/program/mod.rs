@@ -17,8 +17,8 @@ use lily_ops::{Plan, SlotState};
 
 use crate::driver::{Buffer, Driver, DriverError, Placement};
 use crate::kernels::common::SlotHeader;
-use crate::list::CommandList;
 use crate::memory::Memory;
+use crate::parts::Parts;
 use crate::profile::Profile;
 use crate::text::{Shape, Text};
 use crate::tuning::Tuning;
@@ -44,7 +44,7 @@ pub struct GpuProgram {
     arena_bytes: u64,
     scratch_high: u64,
     slots: Slots,
-    lists: HashMap<Kind, Arc<CommandList>>,
+    lists: HashMap<Kind, Arc<Parts>>,
     flights: VecDeque<Flight>,
     next_ticket: u64,
     next_tables: usize,
@@ -136,7 +136,7 @@ impl GpuProgram {
     }
 
     /// The list of a kind of step, recorded the first time.
-    fn list(&mut self, kind: Kind) -> Result<Arc<CommandList>, StepError> {
+    fn list(&mut self, kind: Kind) -> Result<Arc<Parts>, StepError> {
         if let Some(list) = self.lists.get(&kind) {
             return Ok(list.clone());
         }
@@ -162,7 +162,7 @@ impl GpuProgram {
             .driver
             .pipelines(&self.text, &kernels)
             .map_err(|e| StepError::from(Refusal::Invalid(e.to_string())))?;
-        let list = Arc::new(list);
+        let list = Arc::new(Parts::new(list));
         if self.lists.len() >= KEPT_LISTS {
             self.lists.clear();
         }

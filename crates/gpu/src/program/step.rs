@@ -138,7 +138,7 @@ impl GpuProgram {
         self.counters.steps += 1;
         let kind = Kind { shape: shape.clone(), tables, head: self.head_of(&step, alone) };
         let list = self.list(kind)?;
-        let submission = self.driver.submit(&list).map_err(|e| self.failed(&slots, e))?;
+        let submission = list.submit(&mut *self.driver).map_err(|e| self.failed(&slots, e))?;
         self.count_weights(tokens.iter().map(Vec::len).sum());
         for ((slot, list), asked) in slots.iter().zip(&tokens).zip(&asked) {
             let live = self.slots.live_mut(*slot);
