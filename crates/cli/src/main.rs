@@ -51,7 +51,7 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     Score(score::ScoreArgs),
     Inspect(inspect::InspectArgs),
-    /// Make what measurements need.
+    /// Measure this machine: speed, comparisons with other engines, numerics.
     Bench {
         #[command(subcommand)]
         command: bench::BenchCommand,
