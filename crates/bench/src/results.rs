@@ -133,7 +133,7 @@ pub fn today() -> String {
 /// The Gregorian date of a second since 1970 began.
 fn date_of(seconds: u64) -> String {
     let mut days = seconds / 86_400;
-    let leap = |y: u64| y % 4 == 0 && (y % 100 != 0 || y % 400 == 0);
+    let leap = |y: u64| y.is_multiple_of(4) && (!y.is_multiple_of(100) || y.is_multiple_of(400));
     let mut year = 1970;
     while days >= 365 + u64::from(leap(year)) {
         days -= 365 + u64::from(leap(year));
@@ -176,7 +176,7 @@ mod tests {
             unit: "tok/s".into(),
             rounds: vec![1.5, 2.0, 123_456.0],
         };
-        run().append(&path, &[figure.clone()]).unwrap();
+        run().append(&path, std::slice::from_ref(&figure)).unwrap();
         run().append(&path, &[figure.clone(), figure]).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         let lines: Vec<&str> = text.lines().collect();

@@ -99,7 +99,11 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
     let Loaded { mut engine, device, startup } =
         load(&opened, open, device, "lily", shape, &cancel)?;
     let mut others = match peers {
-        Some(compare) => open_peers(compare, &opened, &cancel),
+        Some(compare) => {
+            let (peers, checksums) = open_peers(compare, &opened, &cancel);
+            engine.add_facts(checksums);
+            peers
+        }
         None => Vec::new(),
     };
     let mut engines: Vec<&mut dyn Engine> = vec![&mut engine];
@@ -169,33 +173,42 @@ fn limits(compute: &ComputeArgs) -> Limits {
     Limits { bytes_per_second, macs_per_second: H200_MACS, how }
 }
 
-/// The peers; one that cannot be opened stays in the table and says why.
-fn open_peers(args: &CompareArgs, opened: &Opened, cancel: &Cancel) -> Vec<Box<dyn Engine>> {
+type Facts = Vec<(String, String)>;
+
+/// The peers, and the checksums of files that one of them reads too. A peer that cannot be opened stays in the
+/// table and says why.
+fn open_peers(
+    args: &CompareArgs,
+    opened: &Opened,
+    cancel: &Cancel,
+) -> (Vec<Box<dyn Engine>>, Facts) {
     let timeout = Duration::from_secs(args.peer_timeout);
-    let open = |spec: &PeerSpec| -> Box<dyn Engine> {
+    let mut checksums = Facts::new();
+    let mut open = |spec: &PeerSpec| -> Box<dyn Engine> {
         match spec {
             PeerSpec::LlamaCpp(dir) => {
+                let compute = &args.run.compute;
                 let options = LlamaOptions {
                     dir: dir.clone(),
                     model: args.gguf.clone(),
-                    threads: args
-                        .run
-                        .compute
-                        .on_host()
-                        .then_some(args.run.compute.threads)
-                        .flatten(),
+                    threads: compute.threads.filter(|_| compute.on_host()),
                     args: args.llama_args.split_whitespace().map(str::to_owned).collect(),
                     timeout,
                 };
                 or_missing("llama.cpp", LlamaBench::new(options, cancel.clone()))
             }
             PeerSpec::MlxLm(python) => {
-                let opened = open_mlx(args, python, opened, timeout, cancel);
-                or_missing("mlx-lm", opened)
+                let mlx = open_mlx(args, python, opened, timeout, cancel);
+                let mlx = mlx.map(|(mlx, own)| {
+                    checksums = own;
+                    mlx
+                });
+                or_missing("mlx-lm", mlx)
             }
         }
     };
-    args.peer.iter().map(open).collect()
+    let peers = args.peer.iter().map(&mut open).collect();
+    (peers, checksums)
 }
 
 fn or_missing<E: Engine + 'static>(name: &str, engine: Result<E, Trouble>) -> Box<dyn Engine> {
@@ -211,7 +224,7 @@ fn open_mlx(
     opened: &Opened,
     timeout: Duration,
     cancel: &Cancel,
-) -> Result<MlxLm, Trouble> {
+) -> Result<(MlxLm, Facts), Trouble> {
     let folder = match resolve(args.run.model.model.as_deref()) {
         Ok(Source::Folder(path)) => path,
         _ => {
@@ -221,12 +234,15 @@ fn open_mlx(
     };
     let mlx = MlxLm::start(python, &folder, timeout, cancel.clone())?;
     // Both must have read the same bytes, or the comparison is of two models.
+    let mut checksums = Facts::new();
     for shard in opened.checkpoint.shards() {
         let own = sha256(&folder.join(shard.name()))
             .map_err(|e| Trouble::Failed(format!("{}: {e}", shard.name())))?;
         let theirs = mlx.ready().files.iter().find(|f| f.name == shard.name());
         match theirs {
-            Some(file) if file.sha256 == own => {}
+            Some(file) if file.sha256 == own => {
+                checksums.push((format!("sha256 of {}", shard.name()), own));
+            }
             Some(file) => {
                 let what = format!("{}: SHA-256 {} here, {own} in Lily", file.name, file.sha256);
                 return Err(Trouble::Failed(what));
@@ -234,5 +250,5 @@ fn open_mlx(
             None => return Err(Trouble::Failed(format!("it did not read {}", shard.name()))),
         }
     }
-    Ok(mlx)
+    Ok((mlx, checksums))
 }
