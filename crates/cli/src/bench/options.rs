@@ -52,8 +52,8 @@ impl PointArgs {
         protocol.decode_tokens = self.decode_tokens;
         (protocol.rounds, protocol.warm_up) = (self.rounds, self.warm_up);
         if !asked {
-            protocol.prefill.retain(|n| n + 1 <= most);
-            protocol.decode.retain(|n| n + self.decode_tokens + 1 <= most);
+            protocol.prefill.retain(|n| *n < most);
+            protocol.decode.retain(|n| n + self.decode_tokens < most);
         }
         let need = protocol.context();
         if need > most {
