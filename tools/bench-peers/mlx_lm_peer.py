@@ -7,7 +7,9 @@ weight file that it read. Then it answers each line of stdin with one line: {"se
 
     {"op": "prefill", "tokens": n}                  a prompt, to the logits of its last token
     {"op": "decode", "context": c, "tokens": n}     n tokens after a context of c; the context is not timed
-    {"op": "score", "ids": [...]}                   {"logprob": [...], "top1": [...]} of ids[1:]
+    {"op": "score", "ids": [...]}                   {"logprob": [...], "top1": [...]} of ids[1:], in f32
+
+Scores leave the model in f32: measure speed with another process.
 
 Generation is `generate_step`, which evaluates asynchronously and knows no text: the fastest path that mlx-lm has.
 """
@@ -102,6 +104,8 @@ class Peer:
 
     def score(self, ids):
         mx = self.mx
+        # bf16 logits are often equal where f32 ones are not; packed weights stay as they are.
+        self.model.set_dtype(mx.float32)
         logits = self.model(mx.array(ids[:-1])[None])[0].astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(logprobs, mx.array(ids[1:])[:, None], axis=-1)[:, 0]

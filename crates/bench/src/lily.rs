@@ -52,6 +52,11 @@ impl LilyEngine {
         self
     }
 
+    /// Adds to what is told of it, once it is known.
+    pub fn add_facts(&mut self, facts: impl IntoIterator<Item = (String, String)>) {
+        self.facts.extend(facts);
+    }
+
     /// The engine itself.
     pub fn inner(&self) -> &Inner {
         &self.inner

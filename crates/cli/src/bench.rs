@@ -1,16 +1,27 @@
 //! `lily bench`.
 
-use std::path::PathBuf;
+mod ablate;
+mod load;
+mod measure;
+mod options;
+mod record;
+mod score;
+
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::{Args, Subcommand};
-use lily_bench::synth::{Shape, Synth};
+use lily_bench::synth::{Shape, Synth, write_gguf};
 
 use crate::interrupt::on_interrupt;
 use crate::output::{Progress, Stdout, bytes, grouped, note};
 
 #[derive(Subcommand)]
 pub enum BenchCommand {
+    Run(measure::RunArgs),
+    Compare(measure::CompareArgs),
+    Score(score::ScoreArgs),
+    Ablate(ablate::AblateArgs),
     Synth(SynthArgs),
 }
 
@@ -41,13 +52,22 @@ pub struct SynthArgs {
     pub seed: u64,
 
     /// Folder to write to: a new or an empty one.
-    #[arg(long, value_name = "DIR")]
-    pub out: PathBuf,
+    #[arg(long, value_name = "DIR", required_unless_present = "gguf")]
+    pub out: Option<PathBuf>,
+
+    /// Write the same shape for llama.cpp too, or alone without --out: a new GGUF file, Q4_K, of about the same
+    /// size. Its values are others.
+    #[arg(long, value_name = "FILE")]
+    pub gguf: Option<PathBuf>,
 }
 
 /// Runs the command.
 pub fn bench(command: &BenchCommand) -> anyhow::Result<()> {
     match command {
+        BenchCommand::Run(args) => measure::run(args),
+        BenchCommand::Compare(args) => measure::compare(args),
+        BenchCommand::Score(args) => score::score(args),
+        BenchCommand::Ablate(args) => ablate::ablate(args),
         BenchCommand::Synth(args) => synth(args),
     }
 }
@@ -59,31 +79,47 @@ fn synth(args: &SynthArgs) -> anyhow::Result<()> {
         ..Synth::new(Shape::qwen3_6_35b_a3b(args.layers.into()))
     };
     let mut out = Stdout::new();
-    if args.config_only {
-        synth.write_config(&args.out)?;
-        out.line(&format!("{}: config.json, generation_config.json", args.out.display()))?;
+    if let (true, Some(folder)) = (args.config_only, &args.out) {
+        synth.write_config(folder)?;
+        out.line(&format!("{}: config.json, generation_config.json", folder.display()))?;
         return Ok(out.flush()?);
     }
-    let folder = args.out.display().to_string();
+    let places = [&args.out, &args.gguf].into_iter().flatten().map(|p| p.display().to_string());
+    let places: Vec<String> = places.collect();
     on_interrupt(move || {
+        let places = places.join(", ");
         note(&format!(
-            "\ninterrupted: what is in {folder} is incomplete\n hint: delete it and run the command again"
+            "\ninterrupted: what is in {places} is incomplete\n hint: delete it and run the command again"
         ));
         std::process::exit(130);
     })?;
-    let mut progress = Progress::new("writing:", false);
-    let start = Instant::now();
-    let written = synth.write(&args.out, |done, total| progress.bytes(done, total))?;
-    progress.clear();
-    let seconds = start.elapsed().as_secs_f64();
-    out.line(&format!(
-        "{}: {} tensors, {} bytes in {} {}, {seconds:.1} s, {}/s",
-        args.out.display(),
-        grouped(written.tensors as u64),
-        grouped(written.bytes),
-        written.files.len(),
-        if written.files.len() == 1 { "file" } else { "files" },
-        bytes((written.bytes as f64 / seconds.max(1e-9)) as u64),
-    ))?;
+    if let Some(folder) = &args.out {
+        let mut progress = Progress::new("writing:", false);
+        let start = Instant::now();
+        let written = synth.write(folder, |done, total| progress.bytes(done, total))?;
+        progress.clear();
+        let files = written.files.len();
+        let files = format!("{files} {}", if files == 1 { "file" } else { "files" });
+        out.line(&told(folder, written.tensors, written.bytes, &files, start))?;
+    }
+    if let Some(file) = &args.gguf {
+        let mut progress = Progress::new("writing:", false);
+        let start = Instant::now();
+        let progressed = |done, total| progress.bytes(done, total);
+        let written = write_gguf(&synth.shape, args.seed, file, progressed)?;
+        progress.clear();
+        out.line(&told(file, written.tensors, written.bytes, "GGUF", start))?;
+    }
     Ok(out.flush()?)
+}
+
+fn told(place: &Path, tensors: usize, written: u64, form: &str, start: Instant) -> String {
+    let seconds = start.elapsed().as_secs_f64();
+    format!(
+        "{}: {} tensors, {} bytes in {form}, {seconds:.1} s, {}/s",
+        place.display(),
+        grouped(tensors as u64),
+        grouped(written),
+        bytes((written as f64 / seconds.max(1e-9)) as u64),
+    )
 }

@@ -55,7 +55,7 @@ enum Command {
     Score(score::ScoreArgs),
     Inspect(inspect::InspectArgs),
     Plan(plan::PlanArgs),
-    /// Make what measurements need.
+    /// Measure this machine: speed, comparisons with other engines, numerics.
     Bench {
         #[command(subcommand)]
         command: bench::BenchCommand,

@@ -52,12 +52,17 @@ impl ComputeArgs {
 
     /// Opens the device.
     pub fn device(&self) -> Result<Box<dyn Device>, Failure> {
+        self.device_with(Tuning::default())
+    }
+
+    /// Opens the device with some of its optimisations left out, where it has switches for them.
+    pub fn device_with(&self, tuning: Tuning) -> Result<Box<dyn Device>, Failure> {
         match self.device {
             DeviceName::Cpu => {
                 let options = CpuOptions { threads: self.threads, isa: self.isa };
                 Ok(Box::new(CpuDevice::new(options)))
             }
-            DeviceName::Cuda(ordinal) => cuda(ordinal),
+            DeviceName::Cuda(ordinal) => cuda(ordinal, tuning),
         }
     }
 
@@ -86,7 +91,7 @@ fn device(name: &str) -> Result<DeviceName, String> {
     .ok_or_else(|| "there are cpu, cuda and cuda:N".into())
 }
 
-fn cuda(ordinal: i32) -> Result<Box<dyn Device>, Failure> {
+fn cuda(ordinal: i32, tuning: Tuning) -> Result<Box<dyn Device>, Failure> {
     let options = lily_cuda::Options { ordinal, ..lily_cuda::Options::default() };
     let first = CudaDriver::open(options.clone()).map_err(|e| {
         Failure::new(e.to_string(), "see `lily doctor`, or compute with --device cpu")
@@ -101,7 +106,7 @@ fn cuda(ordinal: i32) -> Result<Box<dyn Device>, Failure> {
             None => Ok(Box::new(CudaDriver::open(options.clone())?)),
         }
     };
-    Ok(Box::new(GpuDevice::new(profile, Tuning::default(), Box::new(open))))
+    Ok(Box::new(GpuDevice::new(profile, tuning, Box::new(open))))
 }
 
 /// Which model.

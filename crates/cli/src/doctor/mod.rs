@@ -1,6 +1,6 @@
 //! `lily doctor`: what this machine offers, and what keeps Lily from using it.
 
-mod system;
+pub mod system;
 
 use clap::Args;
 use lily_cpu::{CpuDevice, CpuOptions, Isa};

@@ -1,0 +1,254 @@
+//! `lily bench run` and `lily bench compare`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use lily_bench::floors::Limits;
+use lily_bench::machine::cpu_limits;
+use lily_bench::peers::{LlamaBench, LlamaOptions, MlxLm, PeerSpec, sha256};
+use lily_bench::report::{Floors, as_json, tables};
+use lily_bench::results::figures;
+use lily_bench::{Engine, Measured, Missing, SystemClock, Trouble, run as run_protocol, timed};
+use lily_cpu::Isa;
+use lily_engine::{Cancel, Machine};
+use lily_gpu::Profile;
+use serde_json::json;
+
+use super::load::{Loaded, Memory, load};
+use super::options::{OutArgs, PointArgs, Told, draw, print};
+use crate::failure::Interrupted;
+use crate::interrupt::cancel_on_interrupt;
+use crate::model::Opened;
+use crate::options::{ComputeArgs, ModelArgs};
+use crate::output::Stdout;
+use crate::resolve::{Source, resolve};
+
+/// Multiply-adds a second of an H200 in bf16, as measured with cuBLAS.
+const H200_MACS: f64 = 395e12;
+
+/// Measure prefill and decode over lengths of 256 to 128K tokens.
+///
+/// Prompts are whole prompts from an empty state; contexts are filled before decoding is timed, so the two never
+/// mix. Also shown: start-up, memory, and each figure as a fraction of what the machine's memory and matrix units,
+/// measured in the same run, would allow.
+#[derive(Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub points: PointArgs,
+    #[command(flatten)]
+    pub out: OutArgs,
+    #[command(flatten)]
+    pub compute: ComputeArgs,
+}
+
+/// Measure Lily beside other engines, in alternating rounds.
+///
+/// In each round every engine measures the same shape once, in one order and then in the reverse; each round gives
+/// one ratio. A peer that is missing or fails becomes a row that says so. llama.cpp is measured by its own
+/// llama-bench, with flash attention and without, whichever is faster; mlx-lm in one warm process that reads the
+/// same folder as Lily, whose SHA-256 both print.
+#[derive(Args)]
+pub struct CompareArgs {
+    #[command(flatten)]
+    pub run: RunArgs,
+
+    /// An engine to compare with: llama.cpp=DIR (its build) or mlx-lm=PYTHON (an interpreter that has it). May be
+    /// given several times.
+    #[arg(long, value_name = "NAME=PATH", required = true, help_heading = "Peers")]
+    pub peer: Vec<PeerSpec>,
+
+    /// The file of the same shape for llama.cpp; `lily bench synth --gguf` writes one.
+    #[arg(long, value_name = "FILE", default_value = "model.gguf", help_heading = "Peers")]
+    pub gguf: PathBuf,
+
+    /// More arguments for llama-bench, such as "-ngl 99 -b 2048 -ub 2048".
+    #[arg(
+        long,
+        value_name = "ARGS",
+        default_value = "",
+        allow_hyphen_values = true,
+        help_heading = "Peers"
+    )]
+    pub llama_args: String,
+
+    /// Seconds that a peer may take for one answer.
+    #[arg(long, value_name = "S", default_value_t = 3600, value_parser = clap::value_parser!(u64).range(1..), help_heading = "Peers")]
+    pub peer_timeout: u64,
+}
+
+/// Runs `lily bench run`.
+pub fn run(args: &RunArgs) -> anyhow::Result<()> {
+    measure("run", args, None)
+}
+
+/// Runs `lily bench compare`.
+pub fn compare(args: &CompareArgs) -> anyhow::Result<()> {
+    measure("compare", &args.run, Some(args))
+}
+
+fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow::Result<()> {
+    let (opened, open) = timed(&SystemClock::new(), || Opened::new(&args.model, &args.compute));
+    let opened = opened?;
+    let protocol = args.points.protocol(opened.model.config.max_position_embeddings)?;
+    let cancel = cancel_on_interrupt()?;
+    let device = || Ok(args.compute.device()?);
+    let shape = (&protocol, args.compute.chunk);
+    let Loaded { mut engine, device, startup } =
+        load(&opened, open, device, "lily", shape, &cancel)?;
+    let mut others = match peers {
+        Some(compare) => {
+            let (peers, checksums) = open_peers(compare, &opened, &cancel);
+            engine.add_facts(checksums);
+            peers
+        }
+        None => Vec::new(),
+    };
+    let mut engines: Vec<&mut dyn Engine> = vec![&mut engine];
+    engines.extend(others.iter_mut().map(|e| &mut **e as &mut dyn Engine));
+    let mut told = Told { rounds: protocol.rounds, wanted: !args.out.json };
+    let measured = run_protocol(&mut engines, &protocol, &mut told);
+
+    // Before the machine's limits are measured, which takes memory of its own.
+    let memory = Memory::of(&engine);
+    let wanted = !args.out.no_floors && !measured.interrupted();
+    let floors = wanted.then(|| Floors::new(&opened.model.plan, limits(&args.compute), &measured));
+    let mut out = Stdout::new();
+    if args.out.json {
+        out.json(&json!({
+            "model": opened.checkpoint.source(),
+            "device": device,
+            "machine": super::record::machine(&device),
+            "startup": startup.json(),
+            "memory": memory.json(),
+            "measured": as_json(&measured, floors.as_ref()),
+        }))?;
+    } else {
+        out.line(&format!("{} on {device}", opened.checkpoint.source()))?;
+        out.line(&startup.text())?;
+        out.text(&memory.text())?;
+        print(&mut out, &tables(&measured, floors.as_ref()))?;
+        out.text(&about(&measured, floors.as_ref()))?;
+        out.flush()?;
+    }
+    draw(&args.out, &measured, floors.as_ref(), &device)?;
+    args.out.record.append(command, &device, &figures(&measured))?;
+    match measured.interrupted() {
+        true => Err(Interrupted.into()),
+        false => Ok(()),
+    }
+}
+
+/// What the engines were, and what the floors follow from.
+fn about(measured: &Measured, floors: Option<&Floors>) -> String {
+    let mut text = String::new();
+    for (name, facts) in measured.engines.iter().zip(&measured.facts) {
+        text.push_str(&format!("\n{name}\n"));
+        for (what, value) in facts {
+            text.push_str(&format!("  {what}: {value}\n"));
+        }
+    }
+    if let Some(Limits { bytes_per_second, macs_per_second, how }) = floors.map(|f| &f.limits) {
+        text.push_str(&format!(
+            "\nlimits: {:.1} GB/s, {:.3} T multiply-adds/s ({how})\n",
+            bytes_per_second / 1e9,
+            macs_per_second / 1e12
+        ));
+    }
+    text
+}
+
+/// What the machine can do: measured now on the CPU, known of a GPU.
+fn limits(compute: &ComputeArgs) -> Limits {
+    if compute.on_host() {
+        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
+        let threads = compute.threads.unwrap_or_else(cores);
+        let isa = compute.isa.unwrap_or_else(Isa::detect);
+        return cpu_limits(threads, isa, Machine::detect().available, &SystemClock::new());
+    }
+    let bytes_per_second = Profile::named("h200").map_or(4.65e12, |p| p.bandwidth);
+    let how = "known of an NVIDIA H200: cold reads, bf16 products; not measured in this run".into();
+    Limits { bytes_per_second, macs_per_second: H200_MACS, how }
+}
+
+type Facts = Vec<(String, String)>;
+
+/// The peers, and the checksums of files that one of them reads too. A peer that cannot be opened stays in the
+/// table and says why.
+fn open_peers(
+    args: &CompareArgs,
+    opened: &Opened,
+    cancel: &Cancel,
+) -> (Vec<Box<dyn Engine>>, Facts) {
+    let timeout = Duration::from_secs(args.peer_timeout);
+    let mut checksums = Facts::new();
+    let mut open = |spec: &PeerSpec| -> Box<dyn Engine> {
+        match spec {
+            PeerSpec::LlamaCpp(dir) => {
+                let compute = &args.run.compute;
+                let options = LlamaOptions {
+                    dir: dir.clone(),
+                    model: args.gguf.clone(),
+                    threads: compute.threads.filter(|_| compute.on_host()),
+                    args: args.llama_args.split_whitespace().map(str::to_owned).collect(),
+                    timeout,
+                };
+                or_missing("llama.cpp", LlamaBench::new(options, cancel.clone()))
+            }
+            PeerSpec::MlxLm(python) => {
+                let mlx = open_mlx(args, python, opened, timeout, cancel);
+                let mlx = mlx.map(|(mlx, own)| {
+                    checksums = own;
+                    mlx
+                });
+                or_missing("mlx-lm", mlx)
+            }
+        }
+    };
+    let peers = args.peer.iter().map(&mut open).collect();
+    (peers, checksums)
+}
+
+fn or_missing<E: Engine + 'static>(name: &str, engine: Result<E, Trouble>) -> Box<dyn Engine> {
+    match engine {
+        Ok(engine) => Box::new(engine),
+        Err(trouble) => Box::new(Missing::new(name, trouble)),
+    }
+}
+
+fn open_mlx(
+    args: &CompareArgs,
+    python: &std::path::Path,
+    opened: &Opened,
+    timeout: Duration,
+    cancel: &Cancel,
+) -> Result<(MlxLm, Facts), Trouble> {
+    let folder = match resolve(args.run.model.model.as_deref()) {
+        Ok(Source::Folder(path)) => path,
+        _ => {
+            let what = "mlx-lm reads a folder; name one with --model";
+            return Err(Trouble::Missing(what.into()));
+        }
+    };
+    let mlx = MlxLm::start(python, &folder, timeout, cancel.clone())?;
+    // Both must have read the same bytes, or the comparison is of two models.
+    let mut checksums = Facts::new();
+    for shard in opened.checkpoint.shards() {
+        let own = sha256(&folder.join(shard.name()))
+            .map_err(|e| Trouble::Failed(format!("{}: {e}", shard.name())))?;
+        let theirs = mlx.ready().files.iter().find(|f| f.name == shard.name());
+        match theirs {
+            Some(file) if file.sha256 == own => {
+                checksums.push((format!("sha256 of {}", shard.name()), own));
+            }
+            Some(file) => {
+                let what = format!("{}: SHA-256 {} here, {own} in Lily", file.name, file.sha256);
+                return Err(Trouble::Failed(what));
+            }
+            None => return Err(Trouble::Failed(format!("it did not read {}", shard.name()))),
+        }
+    }
+    Ok((mlx, checksums))
+}

@@ -1,0 +1,150 @@
+//! `lily bench`: the commands as people and programs see them. Speeds themselves are never asserted.
+
+mod common;
+
+use std::fs;
+
+use common::{fails, file, json, lily, repository};
+
+const SMALL: [&str; 8] =
+    ["--prefill", "8,16", "--decode", "24", "--decode-tokens", "4", "--rounds", "2"];
+
+fn golden(name: &str) -> String {
+    repository().join("models/demo/golden").join(name).to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_run_has_points_startup_memory_and_plots() {
+    let dir = tempfile::tempdir().unwrap();
+    let plots = dir.path().join("plots");
+    let record = dir.path().join("results");
+    let more = [
+        "--json",
+        "--no-floors",
+        "--plots",
+        plots.to_str().unwrap(),
+        "--record",
+        record.to_str().unwrap(),
+        "--why",
+        "a test",
+        "--dropped",
+    ];
+    let value = json(&[&["bench", "run"], &SMALL[..], &more].concat());
+    let points = value["measured"]["points"].as_array().unwrap();
+    assert_eq!(points.len(), 3);
+    assert_eq!((&points[0]["phase"], &points[0]["length"]), (&"prefill".into(), &8.into()));
+    assert_eq!((&points[2]["phase"], &points[2]["tokens"]), (&"decode".into(), &4.into()));
+    for point in points {
+        let seconds = point["engines"][0]["seconds"].as_array().unwrap();
+        assert_eq!(seconds.len(), 2);
+        assert!(seconds.iter().all(|s| s.as_f64().unwrap() > 0.0), "{point}");
+    }
+    assert!(value["startup"]["prepare_seconds"].as_f64().unwrap() > 0.0);
+    assert!(value["memory"]["total"].as_u64().unwrap() > 0);
+    for name in ["prefill.svg", "decode.svg"] {
+        assert!(fs::read_to_string(plots.join(name)).unwrap().contains("<polyline"), "{name}");
+    }
+    let rows = fs::read_to_string(record.join("run.tsv")).unwrap();
+    let rows: Vec<&str> = rows.lines().collect();
+    assert_eq!(rows.len(), 4, "{rows:?}");
+    assert!(rows[1].contains("lily: prefill of 8 tokens") && rows[1].ends_with("\tno\ta test"));
+}
+
+#[test]
+fn a_run_for_people_has_floors() {
+    let run = lily(&["bench", "run", "--prefill", "8", "--rounds", "1", "--warm-up", "0"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    for part in ["start-up: ", "memory", "prefill: tokens a second", "of floor", "limits: "] {
+        assert!(run.stdout.contains(part), "{part}: {run:?}");
+    }
+    assert!(!run.stdout.contains("decode: "), "{run:?}");
+}
+
+#[test]
+fn missing_peers_are_rows_and_no_failure() {
+    let peers = ["--peer", "llama.cpp=/no/such", "--peer", "mlx-lm=/no/such/python"];
+    let args = [&["bench", "compare", "--no-floors"], &SMALL[..], &peers].concat();
+    let run = lily(&args);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    for part in ["no figure", "llama.cpp, prefill of 8 tokens: missing: ", "mlx-lm reads a folder"]
+    {
+        assert!(run.stdout.contains(part), "{part}: {run:?}");
+    }
+    let value = json(&[&args[..], &["--json"]].concat());
+    let engines = value["measured"]["points"][0]["engines"].as_array().unwrap();
+    assert_eq!(engines.len(), 3);
+    assert!(engines[0]["seconds"].as_array().unwrap().len() == 2);
+    assert!(engines[1]["trouble"].as_str().unwrap().contains("llama-bench"));
+}
+
+/// A llama-bench that takes an hour for everything.
+#[cfg(unix)]
+const SLOW: &str = r#"#!/bin/sh
+while [ $# -gt 0 ]; do case $1 in -p) p=$2;; -n) n=$2;; -d) d=$2;; esac; shift; done
+echo "[{\"n_prompt\": $p, \"n_gen\": $n, \"n_depth\": ${d:-0}, \"samples_ns\": [3600000000000]}]"
+"#;
+
+#[test]
+#[cfg(unix)]
+fn a_peer_that_answers_gives_ratios_and_means() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let dir = tempfile::tempdir().unwrap();
+    let bench = file(&dir, "llama-bench", SLOW);
+    fs::set_permissions(&bench, fs::Permissions::from_mode(0o755)).unwrap();
+    let gguf = file(&dir, "model.gguf", "");
+    let peer = format!("llama.cpp={}", dir.path().display());
+    let peers = ["--peer", &peer, "--gguf", &gguf];
+    let args = [&["bench", "compare", "--no-floors"], &SMALL[..], &peers].concat();
+    let value = json(&[&args[..], &["--json"]].concat());
+    let other = &value["measured"]["points"][2]["engines"][1];
+    assert_eq!(other["seconds"], serde_json::json!([3600.0, 3600.0]));
+    assert_eq!(other["ratios"].as_array().unwrap().len(), 2);
+    assert!(other["ratio"].as_f64().unwrap() > 1.0, "{other}");
+    assert_eq!(value["measured"]["means"][0]["lengths"], 2);
+    let run = lily(&args);
+    assert!(run.stdout.contains("mean of lily / llama.cpp over 2 of 2 lengths"), "{run:?}");
+}
+
+#[test]
+fn scores_against_the_goldens() {
+    let file = golden("perplexity.json");
+    let value = json(&["bench", "score", "--golden", &file, "--precise", "--json"]);
+    assert_eq!(value["texts"].as_array().unwrap().len(), 3);
+    assert_eq!(value["all"]["positions"], 576);
+    let ratio = value["all"]["ratio"].as_f64().unwrap();
+    assert!((ratio - 1.0).abs() < 1e-4, "{value}");
+    let file = golden("logprobs.json");
+    let value = json(&["bench", "score", "--golden", &file, "--precise", "--json"]);
+    assert_eq!(value["all"]["top1_equal"], value["all"]["top1_positions"]);
+    assert!(value["all"]["top1_positions"].as_u64().unwrap() >= 192);
+}
+
+#[test]
+fn scores_beyond_their_bound_fail() {
+    let file = golden("perplexity.json");
+    let run = lily(&["bench", "score", "--golden", &file, "--bound", "0.00000001"]);
+    assert_eq!(run.code, Some(1), "{run:?}");
+    assert!(run.stderr.contains("% apart") && run.stdout.contains("ratio"), "{run:?}");
+    let run = lily(&["bench", "score", "--golden", &file, "--bound", "1"]);
+    assert_eq!(run.code, Some(0), "{run:?}");
+}
+
+#[test]
+fn refusals() {
+    let dir = tempfile::tempdir().unwrap();
+    let short = file(&dir, "short.json", r#"{"passages":[{"ids":[1,2,3],"logprob":[-1,-2]}]}"#);
+    fails(&["bench", "score", "--golden", &short], 1, &["2 positions", "192", "hint: "]);
+    let foreign =
+        file(&dir, "foreign.json", r#"{"passages":[{"ids":[1,9999999],"logprob":[-1]}]}"#);
+    fails(&["bench", "score", "--golden", &foreign], 1, &["9999999", "hint: "]);
+    let other = file(&dir, "other.json", "{}");
+    fails(&["bench", "score", "--golden", &other], 1, &["neither", "hint: "]);
+    fails(&["bench", "score"], 2, &["--golden"]);
+    fails(&["bench", "compare", "--peer", "ollama=/x"], 2, &["llama.cpp=DIR"]);
+    fails(&["bench", "run", "--prefill", "99999"], 2, &["100000", "32768", "hint: "]);
+    fails(&["bench", "run", "--max", "10"], 2, &["nothing to measure", "hint: "]);
+    fails(&["bench", "ablate"], 2, &["no switches", "--device"]);
+    fails(&["bench", "synth", "--layers", "1"], 2, &["--out"]);
+    fails(&["bench", "synth", "--layers", "1", "--gguf", &other], 1, &["is there already"]);
+}
