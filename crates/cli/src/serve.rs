@@ -7,7 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use clap::Args;
-use lily_engine::{EngineOptions, snapshot_bytes};
+use lily_device::{Device, Plan};
+use lily_engine::{EngineOptions, Machine, budget, snapshot_bytes};
 use lily_scheduler::{Generator, Limits, Scheduler, SchedulerOptions};
 use lily_server::replay::{Replay, Script};
 use lily_server::{Options, ServedModel};
@@ -34,7 +35,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PORT", default_value_t = 8080)]
     pub port: u16,
 
-    /// Context of each request in tokens: prompt and answer together. Default: 32768, or the model's if that is less.
+    /// Context of each request in tokens: prompt and answer together. Default: 32768, or what the model or
+    /// memory allows.
     #[arg(long, value_name = "N", value_parser = count)]
     pub ctx: Option<usize>,
 
@@ -165,13 +167,19 @@ fn generator(
         let limits = Limits { context, parallel: args.parallel, queue: args.queue };
         return Ok(Arc::new(replay(file, limits, model)?));
     }
-    let (factory, plan) = (opened.engines(&args.compute)?, Arc::clone(&opened.model.plan));
-    // Room for the prefixes of some conversations a request, and for requests that give way.
-    let kept = snapshot_bytes(&plan, context).saturating_mul(4 * args.parallel as u64);
-    let options = EngineOptions {
-        snapshot_bytes: kept.min(MOST_KEPT),
-        ..EngineOptions::new(context, args.parallel, args.compute.chunk)
+    let (factory, plan) = (opened.engines(&args.compute)?, &opened.model.plan);
+    let options = |context| {
+        // Room for the prefixes of some conversations a request, and for requests that give way.
+        let kept = snapshot_bytes(plan, context).saturating_mul(4 * args.parallel as u64);
+        EngineOptions {
+            snapshot_bytes: kept.min(MOST_KEPT),
+            ..EngineOptions::new(context, args.parallel, args.compute.chunk)
+        }
     };
+    let options = options(match args.ctx {
+        Some(context) => context,
+        None => fitting(context, &*args.compute.device()?, plan, args.compute.on_host(), options),
+    });
     let scheduling = SchedulerOptions {
         queue: args.queue,
         // A GPU computes prompts and answers by different kernels.
@@ -181,6 +189,27 @@ fn generator(
     let factory = Box::new(move || factory(options));
     Ok(Arc::new(Scheduler::new(factory, scheduling)?))
 }
+
+/// The longest context up to `most` that fits this machine's memory; at least [`LEAST_CONTEXT`].
+fn fitting(
+    most: usize,
+    device: &dyn Device,
+    plan: &Plan,
+    on_host: bool,
+    options: impl Fn(usize) -> EngineOptions,
+) -> usize {
+    let machine = if on_host { Machine::detect() } else { Machine::UNKNOWN };
+    let mut context = most;
+    while context > LEAST_CONTEXT
+        && budget(device, plan, &options(context)).check(&machine).is_err()
+    {
+        context = (context / 2).max(LEAST_CONTEXT);
+    }
+    context
+}
+
+/// A context that nobody asked for is not made shorter than this.
+const LEAST_CONTEXT: usize = 4096;
 
 /// Context of a request unless asked otherwise, where the model has more.
 const DEFAULT_CONTEXT: usize = 32_768;
