@@ -26,6 +26,7 @@ fn help() {
         "doctor",
         "score",
         "inspect",
+        "plan",
         "bench",
         "bench run",
         "bench compare",
