@@ -12,7 +12,8 @@ fn steps_of_a_config_alone() {
     let made = lily(&["bench", "synth", "--layers", "40", "--config-only", "--out", &out]);
     assert_eq!(made.code, Some(0), "{}", made.stderr);
     for device in ["metal", "cuda"] {
-        let run = lily(&["plan", "--model", &out, "--device", device, "--context", "4096", "--json"]);
+        let run =
+            lily(&["plan", "--model", &out, "--device", device, "--context", "4096", "--json"]);
         assert_eq!(run.code, Some(0), "{}", run.stderr);
         let plan: Value = serde_json::from_str(&run.stdout).expect("one JSON object");
         for phase in ["decode", "prefill"] {

@@ -17,3 +17,17 @@ pub use nvrtc::{Nvrtc, NvrtcError};
 pub fn unavailable() -> Option<String> {
     CudaDriver::device_name(0).err()
 }
+
+/// The first device and the compiler that its kernels would be compiled by, or what is missing.
+pub fn usable() -> Result<String, String> {
+    let name = CudaDriver::device_name(0)?;
+    match Nvrtc::open() {
+        Ok(nvrtc) => {
+            let (major, minor) = nvrtc.version();
+            Ok(format!("{name}, NVRTC {major}.{minor}"))
+        }
+        Err(NvrtcError::Missing(what) | NvrtcError::Refused(what)) => {
+            Err(format!("{name} is there; {what}"))
+        }
+    }
+}

@@ -198,9 +198,13 @@ impl Report {
 /// Every kind of device, the usable ones and the others.
 fn devices() -> Vec<Found> {
     let cpu = CpuDevice::new(CpuOptions::default()).name();
+    let (usable, about) = match lily_cuda::usable() {
+        Ok(about) => (true, about),
+        Err(why) => (false, why),
+    };
     vec![
         Found { kind: "cpu", usable: true, about: cpu },
-        Found { kind: "cuda", usable: false, about: system::why_no_cuda() },
+        Found { kind: "cuda", usable, about },
         Found { kind: "metal", usable: false, about: system::why_no_metal() },
     ]
 }

@@ -86,15 +86,6 @@ pub fn features() -> Vec<&'static str> {
     Vec::new()
 }
 
-/// Why models are not computed by CUDA.
-pub fn why_no_cuda() -> String {
-    let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
-    match driver.as_deref().and_then(|text| text.lines().next()) {
-        Some(_) => "an NVIDIA driver is there, but this version of Lily has no CUDA device".into(),
-        None => "this version of Lily has no CUDA device, and no NVIDIA driver is loaded".into(),
-    }
-}
-
 /// Why models are not computed by Metal.
 pub fn why_no_metal() -> String {
     match (cfg!(target_os = "macos"), cfg!(target_arch = "aarch64")) {
