@@ -7,7 +7,7 @@ use lily_ops::{Op, Plan};
 
 use super::head::Io;
 use crate::chains;
-use crate::driver::Buffer;
+use crate::driver::{Buffer, Driver, Placement};
 use crate::encode::{self, Bound};
 use crate::fuse::{Group, groups};
 use crate::kernels::common::{Context, DeviceWeight, StepShape, Tables};
@@ -74,7 +74,7 @@ pub struct Recording {
 
 impl Recording {
     /// For weights on a device.
-    pub(super) fn new(
+    pub fn new(
         plan: Arc<Plan>,
         weights: Vec<DeviceWeight>,
         shape: Shape,
@@ -122,20 +122,37 @@ impl Recording {
         SlabLayout::new(&self.plan, self.profile.max_buffer).map_or(u64::MAX, |l| l.bytes())
     }
 
-    /// Records a kind of step on a device that is not there.
+    /// Records a kind of step on a device that is not there; also the bytes of its scratch.
     pub fn record_virtual(
         &self,
         limits: &Limits,
         kind: &Kind,
     ) -> Result<(CommandList, u64), String> {
         let mut driver = NullDriver::new(self.profile.clone());
+        let (list, bytes, _) = self.record_on(&mut driver, limits, kind, false)?;
+        Ok((list, bytes))
+    }
+
+    /// Records a kind of step with memory of its own on a driver, as measurements of kernels need it; also the
+    /// bytes of its scratch, and the memory. `whole` fills the tables too.
+    pub fn record_on(
+        &self,
+        driver: &mut dyn Driver,
+        limits: &Limits,
+        kind: &Kind,
+        whole: bool,
+    ) -> Result<(CommandList, u64, Memory), String> {
         let error = |e: crate::DriverError| e.to_string();
         let extra = Io::input_bytes(limits);
-        let memory = Memory::allocate(&mut driver, &self.plan, limits, 1, extra).map_err(error)?;
-        let io = Io::new(&mut driver, &self.plan, limits, &memory.extra).map_err(error)?;
+        let make = if whole { Memory::new } else { Memory::allocate };
+        let memory = make(driver, &self.plan, limits, 1, extra).map_err(error)?;
+        let io = Io::new(driver, &self.plan, limits, &memory.extra).map_err(error)?;
         let Recorded { mut list, scratch } = self.record(kind, &memory.tables[0], &io)?;
-        let bytes = scratch.place(&mut list, Buffer(u32::MAX >> 2), self.tuning.reuse_buffers);
-        Ok((list, bytes))
+        let reuse = self.tuning.reuse_buffers;
+        let bytes = scratch.place(&mut list.clone(), Buffer(u32::MAX >> 2), reuse);
+        let arena = driver.allocate("scratch", bytes.max(16), Placement::Device).map_err(error)?;
+        scratch.place(&mut list, arena, reuse);
+        Ok((list, bytes, memory))
     }
 
     /// Bytes of scratch that any step within the limits needs.

@@ -1,0 +1,123 @@
+//! What each kernel of a decode step of the real shape takes on an NVIDIA GPU.
+//!
+//! usage: decode_profile [CONTEXT [ROWS]]
+//!
+//! All launches of one kernel for one operation, of all layers one after another, as a CUDA graph: each layer's weights are
+//! others, so that none comes from the cache. The whole step beside them. Weights are zero: times do not depend on them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use lily_bench::synth::Shape as ModelShape;
+use lily_cuda::{CudaDriver, Options};
+use lily_device::Limits;
+use lily_gpu::kernels::common::{SegmentEntry, SlotHeader};
+use lily_gpu::kernels::sample::SamplerEntry;
+use lily_gpu::program::{Head, Kind, Recording};
+use lily_gpu::upload::SlabLayout;
+use lily_gpu::{
+    CommandList, Dispatch, Driver, Pipeline, Placement, Shape, StepShape, Text, Tuning,
+};
+use lily_model::{Precision, plan_of_config};
+use lily_ops::sample::SampleParams;
+
+const ROUNDS: usize = 20;
+
+/// Median seconds of a list, from the third run on, when it is a graph.
+fn time(driver: &mut CudaDriver, list: CommandList) -> f64 {
+    let list = Arc::new(list);
+    let mut times: Vec<f64> = (0..ROUNDS)
+        .map(|_| {
+            let submission = driver.submit(&list).expect("submitted");
+            driver.wait(submission).expect("ran").seconds
+        })
+        .skip(3)
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn main() {
+    let mut args = std::env::args().skip(1).map(|a| a.parse::<u32>().expect("a number"));
+    let (context, rows) = (args.next().unwrap_or(4096), args.next().unwrap_or(1));
+    let config = ModelShape::qwen3_6_35b_a3b(ModelShape::REAL_LAYERS).config();
+    let (_, plan) = plan_of_config("real", &config, Precision::Standard).expect("the real config");
+    let mut driver = CudaDriver::open(Options::default()).expect("an NVIDIA GPU");
+    let profile = driver.profile().clone();
+    let layout = SlabLayout::new(&plan, profile.max_buffer).expect("slabs");
+    let slabs: Vec<_> = layout
+        .slabs
+        .iter()
+        .map(|bytes| driver.allocate("weights", *bytes, Placement::Device).expect("memory"))
+        .collect();
+    let weights = layout.weights(&plan, &slabs);
+    let shape = Shape::of(&plan);
+    // A kernel alone finds what it reads where the whole step left it.
+    let tuning = Tuning { reuse_buffers: false, ..Tuning::default() };
+    let recording = Recording::new(Arc::new(plan), weights, shape, tuning, profile.clone());
+    let limits = Limits::new(rows as usize, context as usize, rows as usize);
+    let step = StepShape { segments: vec![1; rows as usize], outputs: rows, context };
+    let kind = Kind { shape: step, tables: 0, head: Head::Sample { greedy: true } };
+    let (mut list, _, memory) =
+        recording.record_on(&mut driver, &limits, &kind, true).expect("recorded");
+    let pages = context.div_ceil(256);
+    for slot in 0..rows {
+        let table: Vec<u32> = (0..pages).map(|p| slot * pages + p).collect();
+        memory.write_pages(&mut driver, slot as usize, 0, &table).expect("pages");
+    }
+    let entries: Vec<SegmentEntry> = (0..rows)
+        .map(|slot| SegmentEntry { slot, first: slot, rows: 1, first_output: slot })
+        .collect();
+    let tables = &memory.tables[0];
+    let at = tables.segments;
+    driver.write(at.buffer, at.offset, bytemuck::cast_slice(&entries)).expect("segments");
+    let entries: Vec<SamplerEntry> =
+        (0..rows).map(|row| SamplerEntry::new(&SampleParams::GREEDY, row, true, None)).collect();
+    let extra = memory.extra[0];
+    driver.write(extra.buffer, extra.offset, bytemuck::cast_slice(&entries)).expect("sampler");
+    list.inputs = vec![memory.inputs(0)];
+    let text = Arc::new(Text::new(profile.platform, &shape));
+    let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
+    list.pipelines = driver.pipelines(&text, &kernels).expect("the text compiles");
+    // The step's last kernel moves the slots on: before each measurement they go back.
+    let place = |driver: &mut CudaDriver| {
+        for slot in 0..rows {
+            let header =
+                SlotHeader { position: context - 32, last_token: 1, generated: 0, parity: 0 };
+            memory.write_header(driver, slot as usize, header).expect("headers");
+        }
+    };
+    place(&mut driver);
+    let whole = time(&mut driver, list.clone());
+    let mut groups: BTreeMap<(&str, &str), Vec<(Dispatch, Pipeline)>> = BTreeMap::new();
+    for (dispatch, pipeline) in list.dispatches.iter().zip(&list.pipelines) {
+        let group = groups.entry((dispatch.op, dispatch.kernel)).or_default();
+        group.push((dispatch.clone(), *pipeline));
+    }
+    let mut lines = Vec::new();
+    for ((op, kernel), launches) in groups {
+        place(&mut driver);
+        let traffic: u64 = launches.iter().map(|(d, _)| d.traffic).sum();
+        let (dispatches, pipelines): (Vec<_>, Vec<_>) = launches.into_iter().unzip();
+        let stages = (0..dispatches.len()).collect();
+        let count = dispatches.len();
+        let grid = dispatches[0].groups;
+        let threads = dispatches[0].threads;
+        let inputs = list.inputs.clone();
+        let own = CommandList { dispatches, pipelines, stages, inputs, ..CommandList::default() };
+        lines.push((time(&mut driver, own), op, kernel, count, traffic, grid, threads));
+    }
+    lines.sort_by(|a, b| b.0.total_cmp(&a.0));
+    println!("context {context}, {rows} rows, whole step {:.1} us", whole * 1e6);
+    println!("operation\tkernel\tlaunches\tus\tus each\tGB/s\tgrid\tthreads");
+    for (seconds, op, kernel, count, traffic, grid, threads) in &lines {
+        println!(
+            "{op}\t{kernel}\t{count}\t{:.1}\t{:.2}\t{:.0}\t{grid:?}\t{threads}",
+            seconds * 1e6,
+            seconds * 1e6 / *count as f64,
+            *traffic as f64 / seconds / 1e9
+        );
+    }
+    let sum: f64 = lines.iter().map(|l| l.0).sum();
+    println!("sum of all\t\t\t{:.1}", sum * 1e6);
+}
