@@ -35,8 +35,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PORT", default_value_t = 8080)]
     pub port: u16,
 
-    /// Context of each request in tokens: prompt and answer together. Default: 32768, or what the model or
-    /// memory allows.
+    /// Context of each request in tokens: prompt and answer together. Default: 32768, or what the model or,
+    /// on the CPU, memory allows.
     #[arg(long, value_name = "N", value_parser = count)]
     pub ctx: Option<usize>,
 

@@ -219,6 +219,12 @@ impl CudaDriver {
             .ok_or_else(|| {
                 DriverError::Invalid(format!("{}: not this kernel's pipeline", dispatch.kernel))
             })?;
+        if dispatch.groups[1] > 65_535 || dispatch.groups[2] > 65_535 {
+            return Err(DriverError::Invalid(format!(
+                "{}: a grid of {:?}; beyond the first dimension CUDA allows 65535",
+                dispatch.kernel, dispatch.groups
+            )));
+        }
         let mut buffers = Vec::new();
         for b in &dispatch.bindings {
             buffers.push(self.memory(b.buffer, b.offset, b.bytes)?.device + b.offset);
@@ -243,18 +249,19 @@ impl CudaDriver {
             .collect()
     }
 
-    fn code(&self, text: &Text) -> Result<Vec<u8>, DriverError> {
+    /// Machine code of a text; `kept`: as it was kept, if it was.
+    fn code(&self, text: &Text, kept: bool) -> Result<Vec<u8>, DriverError> {
         let failed = |log: String| DriverError::Compile { device: self.profile.name.clone(), log };
         let nvrtc = Nvrtc::open().map_err(|e| match e {
             NvrtcError::Missing(what) | NvrtcError::Refused(what) => failed(what),
         })?;
         let mut hasher = DefaultHasher::new();
-        (&text.source, self.capability, nvrtc.version()).hash(&mut hasher);
+        (&text.source, self.capability, nvrtc.version(), crate::nvrtc::OPTIONS).hash(&mut hasher);
         let file = format!("{:016x}.cubin", hasher.finish());
         let path = self.options.cache.as_ref().map(|folder| folder.join(file));
-        if let Some(code) =
-            path.as_ref().and_then(|p| std::fs::read(p).ok()).filter(|c| !c.is_empty())
-        {
+        let whole = |code: &Vec<u8>| code.starts_with(b"\x7fELF") && code.len() > 4096;
+        let read = path.as_ref().filter(|_| kept).and_then(|p| std::fs::read(p).ok());
+        if let Some(code) = read.filter(whole) {
             return Ok(code);
         }
         let (code, _) = nvrtc.compile(&text.source, self.capability).map_err(|e| match e {
@@ -314,8 +321,8 @@ impl CudaDriver {
         // The first time kernel by kernel: a list that runs once needs no graph.
         let again = known.launches > 1 && self.options.graphs;
         let stages = self.stages(list).expect("checked by submit");
-        if again {
-            let graph = Graph::new(&stages)?;
+        // Without memory for a graph the kernels run one by one.
+        if let Some(graph) = again.then(|| Graph::new(&stages).ok()).flatten() {
             graph.run(self.stream)?;
             if let Some(known) = self.known.get_mut(&key) {
                 known.graph = Some(graph);
@@ -330,14 +337,17 @@ impl CudaDriver {
         if self.known.len() < KEPT_GRAPHS {
             return;
         }
-        // SAFETY: the stream is ours; after it no graph runs.
-        let _ = unsafe { result::stream::synchronize(self.stream) };
         let gone: Vec<_> = self
             .known
             .iter()
             .filter(|(_, k)| Arc::strong_count(&k.list) == 1)
             .map(|(key, _)| *key)
             .collect();
+        if gone.is_empty() {
+            return;
+        }
+        // SAFETY: the stream is ours; after it no graph runs.
+        let _ = unsafe { result::stream::synchronize(self.stream) };
         for key in gone {
             if let Some(graph) = self.known.remove(&key).and_then(|k| k.graph) {
                 // SAFETY: synchronized above.
@@ -375,9 +385,14 @@ impl Driver for CudaDriver {
             return;
         }
         if let Some(memory) = self.buffers.remove(&buffer) {
-            // SAFETY: the stream is ours; after it nothing uses the buffer.
+            // SAFETY: the stream is ours; after it nothing uses the buffer, and no graph that names it is kept.
             unsafe {
                 let _ = result::stream::synchronize(self.stream);
+                for (_, known) in self.known.drain() {
+                    if let Some(graph) = known.graph {
+                        graph.free();
+                    }
+                }
                 memory.free();
             }
         }
@@ -432,10 +447,16 @@ impl Driver for CudaDriver {
         let failed =
             |device: &str, log: String| DriverError::Compile { device: device.into(), log };
         if !self.modules.contains_key(&key) {
-            let code = self.code(text)?;
-            // SAFETY: the image is a whole cubin, which CUDA copies.
-            let module = unsafe { result::module::load_data(code.as_ptr().cast()) }
-                .map_err(|e| failed(&self.profile.name, describe(&e)))?;
+            let load = |code: &[u8]| {
+                // SAFETY: the image is a whole cubin as NVRTC wrote it, which CUDA copies.
+                unsafe { result::module::load_data(code.as_ptr().cast()) }
+            };
+            let module = match load(&self.code(text, true)?) {
+                Ok(module) => module,
+                // What was kept may be damaged: compiled once more.
+                Err(_) => load(&self.code(text, false)?)
+                    .map_err(|e| failed(&self.profile.name, describe(&e)))?,
+            };
             self.modules.insert(key, module);
         }
         let module = self.modules[&key];

@@ -32,8 +32,8 @@ impl Launch {
     pub fn run(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         let [x, y, z] = self.groups;
         let (grid, block) = ((x, y, z), (self.threads, 1, 1));
-        // SAFETY: as many parameters as the kernel has, checked when its pipeline was made; CUDA copies
-        // them during the call. The buffers live until the driver has synchronized.
+        // SAFETY: as many parameters as the kernel has: encoders and kernels agree on them, which the emulator
+        // checks for each dispatch of each test; CUDA copies them during the call. The buffers live until the driver has synchronized.
         unsafe { result::launch_kernel(self.function, grid, block, 0, stream, &mut self.params()) }
     }
 }

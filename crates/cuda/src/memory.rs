@@ -35,8 +35,16 @@ impl Memory {
                     }
                 }
             }
-            result::memset_d8_sync(device, 0, len)?;
-            Ok(memory)
+            // Other streams do not wait for this one: the host does.
+            let zeroed =
+                result::memset_d8_sync(device, 0, len).and_then(|()| result::ctx::synchronize());
+            match zeroed {
+                Ok(()) => Ok(memory),
+                Err(e) => {
+                    memory.free();
+                    Err(e)
+                }
+            }
         }
     }
 

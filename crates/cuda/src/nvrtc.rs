@@ -14,6 +14,10 @@ pub enum NvrtcError {
     Refused(String),
 }
 
+/// Options beside the architecture.
+pub(crate) const OPTIONS: &[&str] =
+    &["--std=c++17", "--fmad=true", "--device-int128", "--ptxas-options=-v"];
+
 type Program = *mut c_void;
 
 /// The compiler.
@@ -99,16 +103,12 @@ impl Nvrtc {
     ) -> Result<(Vec<u8>, String), NvrtcError> {
         // Instructions of one chip only (wgmma) need the suffix.
         let suffix = if major >= 9 { "a" } else { "" };
-        let options: Vec<CString> = [
-            format!("--gpu-architecture=sm_{major}{minor}{suffix}"),
-            "--std=c++17".into(),
-            "--fmad=true".into(),
-            "--device-int128".into(),
-            "--ptxas-options=-v".into(),
-        ]
-        .into_iter()
-        .filter_map(|o| CString::new(o).ok())
-        .collect();
+        let architecture = format!("--gpu-architecture=sm_{major}{minor}{suffix}");
+        let options: Vec<CString> = [architecture.as_str()]
+            .iter()
+            .chain(OPTIONS)
+            .filter_map(|o| CString::new(*o).ok())
+            .collect();
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let rc = call!(
             self,

@@ -54,7 +54,7 @@ impl StepParts {
 
 /// Largest number of tokens a slot can hold.
 pub fn context(limits: &Limits) -> u64 {
-    limits.pages as u64 * PAGE_TOKENS as u64
+    (limits.pages as u64).saturating_mul(PAGE_TOKENS as u64)
 }
 
 fn rope_dims(plan: &Plan) -> Option<lily_ops::ops::Rope> {
@@ -79,11 +79,15 @@ impl Memory {
         let rope = rope_dims(plan).map_or(1, |r| r.dims as u64);
         let per_step = StepParts::new(limits, extra).bytes;
         MemoryBytes {
-            kv: limits.pages as u64 * page_bytes(&plan.state),
+            kv: (limits.pages as u64).saturating_mul(page_bytes(&plan.state)),
             state: slots.saturating_mul(2 * words * 4),
-            tables: context(limits).saturating_mul(4 * rope)
-                + slots * (16 + 4 * limits.pages as u64)
-                + steps as u64 * per_step,
+            tables: context(limits)
+                .saturating_mul(4 * rope)
+                .saturating_add(
+                    slots
+                        .saturating_mul((limits.pages as u64).saturating_mul(4).saturating_add(16)),
+                )
+                .saturating_add((steps as u64).saturating_mul(per_step)),
         }
     }
 

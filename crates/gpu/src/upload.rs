@@ -6,7 +6,7 @@ use lily_ops::quant::WeightRef;
 use lily_ops::{ElementType, Op, Plan, WeightFormat, WeightId, WeightSpec};
 
 use crate::driver::{Buffer, Driver, DriverError, Placement};
-use crate::kernels::common::DeviceWeight;
+use crate::kernels::common::{DeviceWeight, SLAB_UNIT};
 use crate::list::Operand;
 
 /// Weights begin at whole multiples of this many bytes.
@@ -33,6 +33,8 @@ impl SlabLayout {
     /// Places a plan's weights in the order it uses them. The weights of one layer share a slab, so that
     /// a kernel can reach several of them through one binding.
     pub fn new(plan: &Plan, max_buffer: u64) -> Result<Self, String> {
+        // Entries count units of 16 bytes in 32 bits.
+        let max_buffer = max_buffer.min(SLAB_UNIT << 32);
         let stored: Vec<WeightSpec> =
             (0..plan.weights.len()).map(|i| stored_spec(plan, WeightId(i as u32))).collect();
         let mut places: Vec<Option<Place>> = vec![None; stored.len()];

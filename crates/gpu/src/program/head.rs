@@ -62,7 +62,7 @@ fn on_device(params: &SampleParams) -> bool {
 const MAX_BIASES: usize = 512;
 
 /// Masks that are kept on the device.
-const MASKS: usize = 8;
+pub(super) const MASKS: usize = 8;
 
 /// What a list left for a segment.
 pub(super) enum Result {
@@ -173,25 +173,31 @@ impl Io {
     }
 
     /// The place of a mask on the device, where it is copied unless it is there. Lists in flight read theirs
-    /// before the copy takes its turn.
+    /// before the copy takes its turn; `used` are the places that the step to come reads.
     fn mask(
         &mut self,
         driver: &mut dyn Driver,
         mask: &Arc<TokenMask>,
+        used: &mut [bool; MASKS],
     ) -> std::result::Result<u32, DriverError> {
         if let Some(at) = self.known_masks.iter().position(|m| Arc::ptr_eq(m, mask)) {
+            used[at] = true;
             return Ok(at as u32);
         }
-        let at = self.next_mask;
+        let free = (0..MASKS).map(|i| (self.next_mask + i) % MASKS).find(|at| !used[*at]);
+        let at = free
+            .filter(|at| *at <= self.known_masks.len())
+            .ok_or_else(|| DriverError::Invalid("no room for one more mask in a step".into()))?;
+        let count = mask_words(self.vocab);
+        let halves = mask.words().iter().flat_map(|w| [*w as u32, (*w >> 32) as u32]);
+        let words: Vec<u32> = halves.chain(std::iter::repeat(0)).take(count).collect();
+        driver.write(self.masks.buffer, (at * count * 4) as u64, bytemuck::cast_slice(&words))?;
         self.next_mask = (at + 1) % MASKS;
         match self.known_masks.get_mut(at) {
             Some(known) => *known = Arc::clone(mask),
             None => self.known_masks.push(Arc::clone(mask)),
         }
-        let count = mask_words(self.vocab);
-        let halves = mask.words().iter().flat_map(|w| [*w as u32, (*w >> 32) as u32]);
-        let words: Vec<u32> = halves.chain(std::iter::repeat(0)).take(count).collect();
-        driver.write(self.masks.buffer, (at * count * 4) as u64, bytemuck::cast_slice(&words))?;
+        used[at] = true;
         Ok(at as u32)
     }
 
@@ -205,6 +211,7 @@ impl Io {
     ) -> std::result::Result<(), DriverError> {
         let (mut entries, mut biases) = (Vec::new(), Vec::<BiasEntry>::new());
         let mut row = 0;
+        let mut used = [false; MASKS];
         for segment in &step.segments {
             let sampled = match &segment.output {
                 Output::Sample(params) if !on_host => Some(params),
@@ -214,7 +221,7 @@ impl Io {
                 None => SamplerEntry::none(true),
                 Some(params) => {
                     let mask = match &params.mask {
-                        Some(mask) => Some(self.mask(driver, mask)?),
+                        Some(mask) => Some(self.mask(driver, mask, &mut used)?),
                         None => None,
                     };
                     let added = params.logit_bias.as_ref().map_or(&[][..], |b| b.entries());
@@ -310,8 +317,12 @@ impl GpuProgram {
     ) -> std::result::Result<Vec<f32>, StepError> {
         let shape = StepShape { outputs: count as u32, ..shape.clone() };
         let kind = Kind { shape, tables: flight.tables, head: Head::Rows { first: first as u32 } };
-        let list = self.list(kind)?;
         let failed = |this: &mut Self, e| this.failed(&flight.slots, e);
+        // The layers have run: nothing can be refused any more.
+        let list = self.list(kind).map_err(|e| match e {
+            StepError::Refused(why) => failed(self, DriverError::Invalid(why.to_string())),
+            e => e,
+        })?;
         let submission = list.submit(&mut *self.driver).map_err(|e| failed(self, e))?;
         self.driver.wait(submission).map_err(|e| failed(self, e))?;
         let mut logits = vec![0f32; count * self.recording.plan().vocab];
@@ -429,11 +440,14 @@ impl GpuProgram {
     ) -> std::result::Result<Sampled, StepError> {
         self.slots.get(slot)?;
         self.check_params(params)?;
-        let held = self.slots.live_mut(slot).held.take();
+        let held = self.slots.live_mut(slot).held.clone();
         let mut logits = held.ok_or_else(|| {
             StepError::from(Refusal::Invalid(format!("slot {} holds no logits", slot.0)))
         })?;
         let chosen = self.choose(slot, params, &mut logits)?;
+        if chosen.is_some() {
+            self.slots.live_mut(slot).held = None;
+        }
         chosen.ok_or_else(|| {
             Refusal::Invalid("no token may be chosen: the penalties leave none".into()).into()
         })

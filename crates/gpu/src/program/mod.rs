@@ -47,10 +47,12 @@ pub struct GpuProgram {
     lists: HashMap<Kind, Arc<Parts>>,
     flights: VecDeque<Flight>,
     next_ticket: u64,
-    next_tables: usize,
     counters: Counters,
     lost: Option<String>,
 }
+
+/// Tokens of a step at most: rows are a grid's second dimension.
+const MAX_ROWS: usize = 65_535;
 
 /// Recorded lists that are kept; the kinds of steps of a session are few, of a server some dozen.
 const KEPT_LISTS: usize = 256;
@@ -83,6 +85,13 @@ impl GpuProgram {
         limits: Limits,
     ) -> Result<Self, PrepareError> {
         let profile = driver.profile().clone();
+        if [limits.slots, limits.rows, limits.outputs, limits.pages].contains(&0)
+            || limits.rows > MAX_ROWS
+        {
+            return Err(PrepareError::Invalid(format!(
+                "{limits:?}: each must be at least 1, and a step has at most {MAX_ROWS} tokens"
+            )));
+        }
         let refused = |e: DriverError| match e {
             DriverError::OutOfMemory { .. } => PrepareError::OutOfMemory(e.to_string()),
             e => PrepareError::Invalid(e.to_string()),
@@ -129,7 +138,6 @@ impl GpuProgram {
             lists: HashMap::new(),
             flights: VecDeque::new(),
             next_ticket: 0,
-            next_tables: 0,
             counters: Counters { steps: 0, weight_bytes: vec![0; weight_count] },
             lost: None,
         })

@@ -168,6 +168,10 @@ impl Recording {
                 .chain(std::iter::repeat_n(1, slots as usize - 1))
                 .collect(),
         );
+        // Few rows of one segment take other kernels than many.
+        shapes.extend(
+            [2, StepShape::DECODE_ROWS, StepShape::DECODE_ROWS + 1].map(|n| vec![n.min(rows)]),
+        );
         let decode = slots.min(StepShape::DECODE_ROWS);
         shapes.extend((1..=decode).map(|n| vec![1; n as usize]));
         let mut most = 0;

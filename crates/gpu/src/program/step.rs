@@ -18,8 +18,21 @@ pub(super) struct Flight {
     pub slots: Vec<SlotId>,
     /// What each segment asked for.
     pub asked: Vec<Asked>,
-    /// Results of segments that were complete when the step was submitted.
-    pub ready: Option<StepOut>,
+    /// Its results, if it was waited for already: when it was submitted, or before a later one.
+    pub ready: Option<Result<StepOut, StepError>>,
+}
+
+/// Whether the segments' masks do not find room on the device together.
+fn too_many_masks(step: &Step) -> bool {
+    let mut masks = Vec::new();
+    for segment in &step.segments {
+        if let Output::Sample(SampleParams { mask: Some(mask), .. }) = &segment.output
+            && !masks.iter().any(|m| std::sync::Arc::ptr_eq(*m, mask))
+        {
+            masks.push(mask);
+        }
+    }
+    masks.len() > head::MASKS
 }
 
 /// The smallest context a list is recorded for.
@@ -116,14 +129,17 @@ impl GpuProgram {
         let asked: Vec<Asked> = step.segments.iter().map(|s| Asked::of(&s.output)).collect();
         let slots: Vec<SlotId> = step.segments.iter().map(|s| s.slot).collect();
         // Steps in flight use the other tables; one that is read back at once must be the only one.
-        let alone = asked.iter().any(Asked::is_read_back) || !self.recording.tuning().token_handoff;
+        let asked_rows: usize =
+            step.segments.iter().zip(&tokens).map(|(s, t)| s.output.rows(t.len()).len()).sum();
+        let alone = asked.iter().any(Asked::is_read_back)
+            || asked_rows > self.limits.outputs
+            || too_many_masks(&step)
+            || !self.recording.tuning().token_handoff;
         if alone {
             self.idle(None, "a step whose logits are read back")?;
         }
-        self.grow(&slots, &tokens)?;
-        let tables = self.next_tables;
-        let output_rows =
-            self.write_tables(tables, &step, &tokens, alone).map_err(|e| self.broken(e))?;
+        let free = (0..IN_FLIGHT).find(|t| self.flights.iter().all(|f| f.tables != *t));
+        let tables = free.unwrap_or(0);
         let context = slots
             .iter()
             .zip(&tokens)
@@ -132,12 +148,20 @@ impl GpuProgram {
             .unwrap_or(0);
         let shape = StepShape {
             segments: tokens.iter().map(|t| t.len() as u32).collect(),
-            outputs: output_rows.len() as u32,
+            outputs: asked_rows as u32,
             context: context_bucket(context, &self.limits),
         };
-        self.counters.steps += 1;
         let kind = Kind { shape: shape.clone(), tables, head: self.head_of(&step, alone) };
+        // Recorded before anything changes: it may be refused.
         let list = self.list(kind)?;
+        let written = self.grow(&slots, &tokens).and_then(|()| {
+            self.write_tables(tables, &step, &tokens, alone).map_err(|e| self.broken(e))
+        });
+        if let Err(e) = written {
+            slots.iter().for_each(|slot| self.slots.trim(*slot));
+            return Err(e);
+        }
+        self.counters.steps += 1;
         let submission = list.submit(&mut *self.driver).map_err(|e| self.failed(&slots, e))?;
         self.count_weights(tokens.iter().map(Vec::len).sum());
         for ((slot, list), asked) in slots.iter().zip(&tokens).zip(&asked) {
@@ -156,10 +180,9 @@ impl GpuProgram {
         }
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        self.next_tables = (tables + 1) % IN_FLIGHT;
         let mut flight = Flight { ticket, tables, submission, slots, asked, ready: None };
         if alone {
-            flight.ready = Some(self.read_back(&step, &flight, &shape)?);
+            flight.ready = Some(Ok(self.read_back(&step, &flight, &shape)?));
         }
         self.flights.push_back(flight);
         Ok(Ticket(ticket))
@@ -186,7 +209,7 @@ impl GpuProgram {
         step: &Step,
         tokens: &[Vec<u32>],
         on_host: bool,
-    ) -> Result<Vec<u32>, crate::driver::DriverError> {
+    ) -> Result<(), crate::driver::DriverError> {
         let (mut segments, mut rows, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
         let mut first = 0;
         for (i, (segment, list)) in step.segments.iter().zip(tokens).enumerate() {
@@ -208,45 +231,62 @@ impl GpuProgram {
         driver.write(t.row_segments.buffer, t.row_segments.offset, bytemuck::cast_slice(&rows))?;
         driver.write(t.tokens.buffer, t.tokens.offset, bytemuck::cast_slice(&all))?;
         driver.write(t.output_rows.buffer, t.output_rows.offset, bytemuck::cast_slice(&outputs))?;
-        self.io.write(driver, which, step, on_host)?;
-        Ok(outputs)
+        self.io.write(driver, which, step, on_host)
     }
 
+    /// Waits for a step. Those submitted before it end before it: their results are kept.
     pub(super) fn wait_step(&mut self, ticket: Ticket) -> Result<StepOut, StepError> {
-        let Some(at) = self.flights.iter().position(|f| f.ticket == ticket.0) else {
-            return Err(Refusal::Invalid(format!("ticket {} was never given out", ticket.0)).into());
-        };
-        let Some(flight) = self.flights.remove(at) else {
-            return Err(Refusal::Invalid(format!("ticket {} was never given out", ticket.0)).into());
-        };
-        self.alive()?;
-        self.driver.wait(flight.submission).map_err(|e| self.failed(&flight.slots, e))?;
-        if let Some(ready) = flight.ready {
-            return Ok(ready);
+        let unknown = || Refusal::Invalid(format!("ticket {} was never given out", ticket.0));
+        let at = self.flights.iter().position(|f| f.ticket == ticket.0).ok_or_else(unknown)?;
+        for index in 0..=at {
+            if self.flights[index].ready.is_none() {
+                let result = self.land(index);
+                self.flights[index].ready = Some(result);
+            }
         }
-        let results = match flight.asked.contains(&Asked::Sample) {
+        let flight = self.flights.remove(at).ok_or_else(unknown)?;
+        flight.ready.unwrap_or_else(|| Err(unknown().into()))
+    }
+
+    /// Waits for a flight, all before which have landed, and takes its results.
+    fn land(&mut self, index: usize) -> Result<StepOut, StepError> {
+        self.alive()?;
+        let flight = &self.flights[index];
+        let (slots, asked) = (flight.slots.clone(), flight.asked.clone());
+        let (submission, tables) = (flight.submission, flight.tables);
+        self.driver.wait(submission).map_err(|e| self.failed(&slots, e))?;
+        let results = match asked.contains(&Asked::Sample) {
             true => self
                 .io
-                .results(&mut *self.driver, flight.tables, flight.slots.len())
-                .map_err(|e| self.failed(&flight.slots, e))?,
-            false => flight.slots.iter().map(|_| head::Result::Nothing).collect(),
+                .results(&mut *self.driver, tables, slots.len())
+                .map_err(|e| self.failed(&slots, e))?,
+            false => slots.iter().map(|_| head::Result::Nothing).collect(),
         };
         let mut segments = Vec::new();
-        for ((slot, asked), result) in flight.slots.iter().zip(&flight.asked).zip(results) {
-            segments.push(self.take_result(*slot, *asked, result));
+        for ((slot, asked), result) in slots.iter().zip(&asked).zip(results) {
+            let later = self.flights.iter().skip(index + 1).any(|f| f.slots.contains(slot));
+            segments.push(self.take_result(*slot, *asked, result, later));
         }
         let failed = segments.iter().filter(|s| matches!(s, SegmentOut::Failed(_))).count();
         match segments.first() {
             Some(SegmentOut::Failed(reason)) if failed == segments.len() => {
-                Err(StepError::Failed { slots: flight.slots, reason: reason.clone() })
+                Err(StepError::Failed { slots, reason: reason.clone() })
             }
             _ => Ok(StepOut { segments }),
         }
     }
 
-    fn take_result(&mut self, slot: SlotId, asked: Asked, result: head::Result) -> SegmentOut {
-        let later = self.flights.iter().any(|f| f.slots.contains(&slot));
+    fn take_result(
+        &mut self,
+        slot: SlotId,
+        asked: Asked,
+        result: head::Result,
+        later: bool,
+    ) -> SegmentOut {
         let live = self.slots.live_mut(slot);
+        if live.poisoned {
+            return SegmentOut::Failed("an earlier step failed in this slot".into());
+        }
         match (asked, result) {
             (Asked::Sample, head::Result::Failed(why)) => {
                 live.poisoned = true;
