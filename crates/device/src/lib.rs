@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod arena;
+mod check;
 pub mod faulty;
 pub mod pages;
 mod program;
@@ -17,6 +18,7 @@ mod step;
 mod weights;
 
 pub use arena::ScratchLayout;
+pub use check::{MAX_IN_FLIGHT, StepSlots, check_params, check_step};
 pub use faulty::{Call, Fault, FaultyDevice, FaultyProgram, Schedule};
 pub use pages::PagePool;
 pub use program::{Counters, Device, Limits, MemoryNeed, PrepareError, Program, Snapshot};

@@ -11,8 +11,8 @@ mod values;
 use std::collections::VecDeque;
 
 use lily_device::{
-    Counters, Input, Limits, MemoryNeed, Output, Program, Refusal, Score, SegmentOut, SlotId,
-    Snapshot, Step, StepError, StepOut, Ticket,
+    Counters, Input, Limits, MemoryNeed, Output, Program, Refusal, Score, Segment, SegmentOut,
+    SlotId, Snapshot, Step, StepError, StepOut, StepSlots, Ticket, check_params, check_step,
 };
 use lily_ops::sample::{SampleParams, Sampled, sample};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
@@ -25,9 +25,6 @@ use slots::{Slot, Slots};
 
 use crate::kernels::elementwise;
 use crate::simd::Isa;
-
-/// Steps that may be in flight: submitted and not yet waited for.
-const IN_FLIGHT: usize = 2;
 
 /// A step that has run and was not waited for.
 struct Done {
@@ -59,77 +56,19 @@ impl CpuProgram {
 
     /// Checks a step without changing anything; returns the tokens of each segment.
     fn check(&self, step: &Step) -> Result<Vec<Vec<u32>>, StepError> {
-        let limits = self.executor.limits();
-        let invalid = |what: String| StepError::from(Refusal::Invalid(what));
-        if self.done.len() >= IN_FLIGHT {
-            return Err(invalid(format!("{IN_FLIGHT} steps are in flight; wait for one first")));
-        }
-        if step.segments.is_empty() {
-            return Err(invalid("the step has no segments".into()));
-        }
-        let vocab = self.executor.plan().vocab as u32;
-        let mut tokens = Vec::new();
-        let mut need = 0;
-        for (i, segment) in step.segments.iter().enumerate() {
-            let slot = self.slots.get(segment.slot)?;
-            if step.segments[..i].iter().any(|s| s.slot == segment.slot) {
-                return Err(invalid(format!("two segments name slot {}", segment.slot.0)));
+        let (vocab, limits) = (self.executor.plan().vocab, self.executor.limits());
+        check_step(step, vocab, &limits, self.done.len(), &self.slots)?;
+        let tokens = |s: &Segment| match &s.input {
+            Input::Tokens(list) => Ok(list.clone()),
+            Input::LastSampled => {
+                Ok(self.slots.get(s.slot)?.last_sampled.into_iter().collect::<Vec<u32>>())
             }
-            let list = match &segment.input {
-                Input::Tokens(list) => list.clone(),
-                Input::LastSampled => vec![slot.last_sampled.ok_or_else(|| {
-                    invalid(format!("nothing was sampled in slot {} yet", segment.slot.0))
-                })?],
-            };
-            if list.is_empty() {
-                return Err(invalid(format!(
-                    "the segment of slot {} has no tokens",
-                    segment.slot.0
-                )));
-            }
-            if let Some((at, id)) = list.iter().enumerate().find(|(_, id)| **id >= vocab) {
-                return Err(invalid(format!("token {at} is {id}; the vocabulary has {vocab} ids")));
-            }
-            match &segment.output {
-                Output::Scores(targets)
-                    if targets.len() != list.len() || targets.iter().any(|id| *id >= vocab) =>
-                {
-                    return Err(invalid(format!(
-                        "{} targets for {} tokens, each below {vocab}, are needed",
-                        targets.len(),
-                        list.len()
-                    )));
-                }
-                Output::Sample(params) => self.check_params(params)?,
-                _ => {}
-            }
-            need += slot.pages_needed(list.len());
-            tokens.push(list);
-        }
-        let rows: usize = tokens.iter().map(Vec::len).sum();
-        if rows > limits.rows {
-            return Err(invalid(format!(
-                "{rows} tokens in one step; the program was prepared for {}",
-                limits.rows
-            )));
-        }
-        let free = self.slots.free_pages();
-        match need <= free {
-            true => Ok(tokens),
-            false => Err(Refusal::OutOfPages { need, free }.into()),
-        }
+        };
+        step.segments.iter().map(tokens).collect()
     }
 
-    /// Checks the parameters' ranges, and that their mask leaves a token.
     fn check_params(&self, params: &SampleParams) -> Result<(), StepError> {
-        let vocab = self.executor.plan().vocab as u32;
-        params.check(vocab as usize).map_err(Refusal::Invalid)?;
-        match &params.mask {
-            Some(mask) if !(0..vocab).any(|id| mask.contains(id)) => {
-                Err(Refusal::Invalid("the mask allows no token of the vocabulary".into()).into())
-            }
-            _ => Ok(()),
-        }
+        Ok(check_params(params, self.executor.plan().vocab)?)
     }
 
     fn execute(&mut self, step: &Step, tokens: Vec<Vec<u32>>) -> Result<StepOut, StepError> {

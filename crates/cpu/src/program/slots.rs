@@ -1,6 +1,6 @@
 //! What the program knows of each slot on the host: position, pages, sampler state.
 
-use lily_device::{Limits, PagePool, Refusal, SlotId};
+use lily_device::{Limits, PagePool, Refusal, SlotId, StepSlots};
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::sample::TokenCounts;
 
@@ -99,10 +99,6 @@ impl Slots {
         Self { slots, pool: PagePool::new(limits.pages) }
     }
 
-    pub fn free_pages(&self) -> usize {
-        self.pool.free()
-    }
-
     /// Bytes of the logits that slots keep room for.
     pub fn held_bytes(&self) -> u64 {
         self.slots.iter().map(|s| s.held.capacity() as u64 * 4).sum()
@@ -169,5 +165,23 @@ impl Slots {
         self.reset(slot)?;
         self.live_mut(slot).pages = self.pool.take(need).expect("counted above");
         Ok(())
+    }
+}
+
+impl StepSlots for Slots {
+    fn usable(&self, slot: SlotId) -> Result<(), Refusal> {
+        self.get(slot).map(|_| ())
+    }
+
+    fn has_sampled(&self, slot: SlotId) -> bool {
+        self.slots[slot.0 as usize].last_sampled.is_some()
+    }
+
+    fn pages_needed(&self, slot: SlotId, rows: usize) -> usize {
+        self.slots[slot.0 as usize].pages_needed(rows)
+    }
+
+    fn free_pages(&self) -> usize {
+        self.pool.free()
     }
 }

@@ -9,8 +9,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use lily_device::{
-    Counters, Limits, MemoryNeed, PrepareError, Program, Refusal, SlotId, Snapshot, Step,
-    StepError, StepOut, Ticket, Weight,
+    Counters, Limits, MAX_IN_FLIGHT, MemoryNeed, PrepareError, Program, Refusal, SlotId, Snapshot,
+    Step, StepError, StepOut, StepSlots, Ticket, Weight,
 };
 use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Plan, SlotState};
@@ -27,9 +27,6 @@ use crate::upload::SlabLayout;
 pub use record::{Head, Kind, Recorded, Recording};
 use slots::{LastSampled, Slots};
 use step::Flight;
-
-/// Steps that may be in flight: submitted and not yet waited for.
-const IN_FLIGHT: usize = 2;
 
 /// A prepared plan on a GPU.
 pub struct GpuProgram {
@@ -65,7 +62,7 @@ pub(crate) fn memory_need(
     profile: &Profile,
 ) -> Result<MemoryNeed, String> {
     let recording = Recording::virtual_of(plan, tuning, profile)?;
-    let bytes = Memory::need(plan, limits, IN_FLIGHT, head::Io::input_bytes(limits));
+    let bytes = Memory::need(plan, limits, MAX_IN_FLIGHT, head::Io::input_bytes(limits));
     let scratch = recording.arena_bytes(limits)?;
     Ok(MemoryNeed {
         kv: bytes.kv,
@@ -111,8 +108,8 @@ impl GpuProgram {
         let refs: Vec<_> = weights.iter().map(Weight::as_ref).collect();
         let weights = layout.upload(&mut *driver, &plan, &refs).map_err(refused)?;
         let input_bytes = head::Io::input_bytes(&limits);
-        let memory =
-            Memory::new(&mut *driver, &plan, &limits, IN_FLIGHT, input_bytes).map_err(refused)?;
+        let memory = Memory::new(&mut *driver, &plan, &limits, MAX_IN_FLIGHT, input_bytes)
+            .map_err(refused)?;
         let io = head::Io::new(&mut *driver, &plan, &limits, &memory.extra).map_err(refused)?;
         let shape = Shape::of(&plan);
         let text = Arc::new(Text::new(profile.platform, &shape));

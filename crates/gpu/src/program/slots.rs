@@ -1,6 +1,6 @@
 //! What the host knows of each slot.
 
-use lily_device::{PagePool, Refusal, SlotId};
+use lily_device::{PagePool, Refusal, SlotId, StepSlots};
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::sample::TokenCounts;
 
@@ -71,10 +71,6 @@ impl Slots {
         Self { slots: vec![Slot::default(); slots], pool: PagePool::new(pages) }
     }
 
-    pub fn free_pages(&self) -> usize {
-        self.pool.free()
-    }
-
     /// A slot that exists and is usable.
     pub fn get(&self, slot: SlotId) -> Result<&Slot, Refusal> {
         let found = self.exists(slot)?;
@@ -137,6 +133,24 @@ impl Slots {
         self.reset(slot)?;
         self.live_mut(slot).pages = self.pool.take(need).unwrap_or_default();
         Ok(())
+    }
+}
+
+impl StepSlots for Slots {
+    fn usable(&self, slot: SlotId) -> Result<(), Refusal> {
+        self.get(slot).map(|_| ())
+    }
+
+    fn has_sampled(&self, slot: SlotId) -> bool {
+        self.slots[slot.0 as usize].last != LastSampled::None
+    }
+
+    fn pages_needed(&self, slot: SlotId, rows: usize) -> usize {
+        self.slots[slot.0 as usize].pages_needed(rows)
+    }
+
+    fn free_pages(&self) -> usize {
+        self.pool.free()
     }
 }
 

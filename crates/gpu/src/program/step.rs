@@ -1,11 +1,14 @@
 //! Steps: checked, written into the step's tables, submitted; results taken when they are waited for.
 
-use lily_device::{Input, Output, Refusal, SegmentOut, SlotId, Step, StepError, StepOut, Ticket};
+use lily_device::{
+    Input, MAX_IN_FLIGHT, Output, Refusal, SegmentOut, SlotId, Step, StepError, StepOut, Ticket,
+    check_params, check_step,
+};
 use lily_ops::sample::{SampleParams, Sampled};
 
 use super::head::{self, Asked};
 use super::slots::{LastSampled, Undo};
-use super::{GpuProgram, IN_FLIGHT, Kind};
+use super::{GpuProgram, Kind};
 use crate::driver::Submission;
 use crate::kernels::common::{LAST_SAMPLED, SegmentEntry, StepShape};
 
@@ -45,87 +48,21 @@ pub(super) fn context_bucket(tokens: usize, limits: &lily_device::Limits) -> u32
 }
 
 impl GpuProgram {
-    /// Checks a step without changing anything; returns the tokens of each segment.
-    fn check(&self, step: &Step) -> Result<Vec<Vec<u32>>, StepError> {
-        let invalid = |what: String| StepError::from(Refusal::Invalid(what));
-        if self.flights.len() >= IN_FLIGHT {
-            return Err(invalid(format!("{IN_FLIGHT} steps are in flight; wait for one first")));
-        }
-        if step.segments.is_empty() {
-            return Err(invalid("the step has no segments".into()));
-        }
-        let vocab = self.recording.plan().vocab as u32;
-        let mut tokens = Vec::new();
-        let mut need = 0;
-        for (i, segment) in step.segments.iter().enumerate() {
-            let slot = self.slots.get(segment.slot)?;
-            if step.segments[..i].iter().any(|s| s.slot == segment.slot) {
-                return Err(invalid(format!("two segments name slot {}", segment.slot.0)));
-            }
-            let list = match &segment.input {
-                Input::Tokens(list) => list.clone(),
-                Input::LastSampled if slot.last == LastSampled::None => {
-                    return Err(invalid(format!(
-                        "nothing was sampled in slot {} yet",
-                        segment.slot.0
-                    )));
-                }
-                Input::LastSampled => vec![LAST_SAMPLED],
-            };
-            if list.is_empty() {
-                return Err(invalid(format!(
-                    "the segment of slot {} has no tokens",
-                    segment.slot.0
-                )));
-            }
-            let given = matches!(segment.input, Input::Tokens(_));
-            if let Some((at, id)) = list.iter().enumerate().find(|(_, id)| given && **id >= vocab) {
-                return Err(invalid(format!("token {at} is {id}; the vocabulary has {vocab} ids")));
-            }
-            match &segment.output {
-                Output::Scores(targets)
-                    if targets.len() != list.len() || targets.iter().any(|id| *id >= vocab) =>
-                {
-                    return Err(invalid(format!(
-                        "{} targets for {} tokens, each below {vocab}, are needed",
-                        targets.len(),
-                        list.len()
-                    )));
-                }
-                Output::Sample(params) => self.check_params(params)?,
-                _ => {}
-            }
-            need += slot.pages_needed(list.len());
-            tokens.push(list);
-        }
-        let rows: usize = tokens.iter().map(Vec::len).sum();
-        if rows > self.limits.rows {
-            return Err(invalid(format!(
-                "{rows} tokens in one step; the program was prepared for {}",
-                self.limits.rows
-            )));
-        }
-        let free = self.slots.free_pages();
-        match need <= free {
-            true => Ok(tokens),
-            false => Err(Refusal::OutOfPages { need, free }.into()),
-        }
-    }
-
-    /// Checks the parameters' ranges, and that their mask leaves a token.
     pub(super) fn check_params(&self, params: &SampleParams) -> Result<(), StepError> {
-        let vocab = self.recording.plan().vocab as u32;
-        params.check(vocab as usize).map_err(Refusal::Invalid)?;
-        match &params.mask {
-            Some(mask) if !(0..vocab).any(|id| mask.contains(id)) => {
-                Err(Refusal::Invalid("the mask allows no token of the vocabulary".into()).into())
-            }
-            _ => Ok(()),
-        }
+        Ok(check_params(params, self.recording.plan().vocab)?)
     }
 
     pub(super) fn submit_step(&mut self, step: Step) -> Result<Ticket, StepError> {
-        let tokens = self.check(&step)?;
+        let vocab = self.recording.plan().vocab;
+        check_step(&step, vocab, &self.limits, self.flights.len(), &self.slots)?;
+        let tokens: Vec<Vec<u32>> = step
+            .segments
+            .iter()
+            .map(|s| match &s.input {
+                Input::Tokens(list) => list.clone(),
+                Input::LastSampled => vec![LAST_SAMPLED],
+            })
+            .collect();
         let asked: Vec<Asked> = step.segments.iter().map(|s| Asked::of(&s.output)).collect();
         let slots: Vec<SlotId> = step.segments.iter().map(|s| s.slot).collect();
         // Steps in flight use the other tables; one that is read back at once must be the only one.
@@ -138,7 +75,7 @@ impl GpuProgram {
         if alone {
             self.idle(None, "a step whose logits are read back")?;
         }
-        let free = (0..IN_FLIGHT).find(|t| self.flights.iter().all(|f| f.tables != *t));
+        let free = (0..MAX_IN_FLIGHT).find(|t| self.flights.iter().all(|f| f.tables != *t));
         let tables = free.unwrap_or(0);
         let context = slots
             .iter()
