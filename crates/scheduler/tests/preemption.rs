@@ -10,7 +10,15 @@ use lily_scheduler::*;
 fn tight(pages: usize, snapshot_bytes: u64) -> Setup {
     let engine = EngineOptions::new(1024, SLOTS, 64);
     let engine = EngineOptions { pages: Some(pages), snapshot_bytes, ..engine };
-    Setup { engine, ..Setup::default() }
+    Setup { engine, gated: true, ..Setup::default() }
+}
+
+/// Submits all before the second step runs: they need pages at the same time on any machine.
+fn submit_together(rig: &Rig, requests: impl IntoIterator<Item = Request>) -> Vec<EventStream> {
+    let streams = requests.into_iter().map(|r| rig.submit(r)).collect();
+    rig.gate.first();
+    rig.gate.open();
+    streams
 }
 
 #[test]
@@ -23,15 +31,12 @@ fn answers_are_those_without_preemption() {
             setup.overlaps = overlaps;
             let rig = setup.start();
             let prompts: Vec<Vec<u32>> = (0..6).map(|i| distinct(i, 200 + 10 * i)).collect();
-            let streams: Vec<EventStream> = prompts
-                .iter()
-                .enumerate()
-                .map(|(i, p)| {
-                    let mut r = request(p.clone(), 400);
-                    r.sample.seed = i as u64;
-                    rig.submit(r)
-                })
-                .collect();
+            let requests = prompts.iter().enumerate().map(|(i, p)| {
+                let mut r = request(p.clone(), 400);
+                r.sample.seed = i as u64;
+                r
+            });
+            let streams = submit_together(&rig, requests);
             for (i, stream) in streams.into_iter().enumerate() {
                 let got = outcome(stream);
                 assert_eq!(got.ids, oracle::answer(&prompts[i], i as u64, 400), "{i}");
@@ -48,8 +53,7 @@ fn answers_are_those_without_preemption() {
 fn the_oldest_goes_on_and_order_is_kept() {
     let rig = tight(4, 1 << 20).start();
     let prompts: Vec<Vec<u32>> = (0..4).map(|i| distinct(i, 250)).collect();
-    let streams: Vec<EventStream> =
-        prompts.iter().map(|p| rig.submit(request(p.clone(), 700))).collect();
+    let streams = submit_together(&rig, prompts.iter().map(|p| request(p.clone(), 700)));
     let mut ends = Vec::new();
     for (mut stream, p) in streams.into_iter().zip(&prompts) {
         let mut ids = Vec::new();
@@ -69,9 +73,7 @@ fn the_oldest_goes_on_and_order_is_kept() {
 
 #[test]
 fn a_preempted_request_can_be_cancelled() {
-    let mut setup = tight(4, 1 << 20);
-    setup.gated = true;
-    let rig = setup.start();
+    let rig = tight(4, 1 << 20).start();
     let old = rig.submit(request(distinct(0, 500), 500));
     let young = rig.submit(request(distinct(1, 250), 500));
     rig.gate.first();
@@ -93,14 +95,12 @@ fn thinking_that_was_closed_stays_closed() {
         let rig = tight(4, snapshot_bytes).start();
         let prompts: Vec<Vec<u32>> = (0..3).map(|i| distinct(i, 200)).collect();
         let close = vec![11, 12];
-        let streams: Vec<EventStream> = prompts
-            .iter()
-            .map(|p| {
-                let mut r = request(p.clone(), 400);
-                r.thinking = Some(ThinkingBudget { tokens: 50, end: 11, close: close.clone() });
-                rig.submit(r)
-            })
-            .collect();
+        let requests = prompts.iter().map(|p| {
+            let mut r = request(p.clone(), 400);
+            r.thinking = Some(ThinkingBudget { tokens: 50, end: 11, close: close.clone() });
+            r
+        });
+        let streams = submit_together(&rig, requests);
         for (stream, p) in streams.into_iter().zip(&prompts) {
             let first = oracle::answer(p, 0, 50);
             let before = [&p[..], &first, &close].concat();
