@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compiles the CUDA text with NVRTC to PTX and to a cubin for sm_90: no GPU, no toolkit header.
 
-usage: check_cuda.py cuda.cu [--spills BYTES]
+usage: check_cuda.py cuda.cu [--spills BYTES] [--early FILE]
 
-Fails on errors, on double arithmetic and where a kernel spills more than BYTES (0); prints registers, shared memory and spills of
+Fails where the kernels that wait for their inputs are not those named in FILE, on errors, on double arithmetic and where a kernel spills more than BYTES (0); prints registers, shared memory and spills of
 each kernel. NVRTC comes from `pip install nvidia-cuda-nvrtc-cu12`, or NVRTC names the library.
 """
 import argparse
@@ -63,6 +63,7 @@ def main():
     arguments = argparse.ArgumentParser()
     arguments.add_argument("text")
     arguments.add_argument("--spills", type=int, default=0)
+    arguments.add_argument("--early")
     arguments = arguments.parse_args()
     with open(arguments.text, "rb") as file:
         ptx, cubin, log = compile_text(file.read())
@@ -70,6 +71,13 @@ def main():
     entries = set(re.findall(r"\.entry (\w+)", ptx))
     if entries != set(table):
         wrong.append(f"no figures for {sorted(entries - set(table))}")
+    if arguments.early:
+        parts = re.split(r"\.entry (\w+)", ptx)[1:]
+        waiting = {name for name, body in zip(parts[::2], parts[1::2]) if "griddepcontrol.wait" in body}
+        with open(arguments.early) as file:
+            listed = set(file.read().split())
+        wrong += [f"{name} waits for its inputs and is not listed as early" for name in sorted(waiting - listed)]
+        wrong += [f"{name} is listed as early and does not wait for its inputs" for name in sorted(listed - waiting)]
     if not cubin.startswith(b"\x7fELF"):
         wrong.append(f"no cubin for {ARCHITECTURE}")
     wrong += [f"double arithmetic: {line.strip()}" for line in ptx.splitlines() if ".f64" in line][:5]

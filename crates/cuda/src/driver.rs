@@ -22,6 +22,9 @@ pub struct Options {
     pub ordinal: i32,
     /// Runs a list that is submitted again as a CUDA graph; off: kernel by kernel, one after another.
     pub graphs: bool,
+    /// In a graph a kernel that waits for its inputs itself starts while the one before it still runs, where device and
+    /// driver can do that (compute capability 9.0, CUDA 12.3).
+    pub early_starts: bool,
     /// Where machine code is kept; `None` keeps none.
     pub cache: Option<PathBuf>,
 }
@@ -30,7 +33,12 @@ impl Default for Options {
     fn default() -> Self {
         let home = || std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache"));
         let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from).or_else(home);
-        Self { ordinal: 0, graphs: true, cache: cache.map(|c| c.join("lily").join("cubin")) }
+        Self {
+            ordinal: 0,
+            graphs: true,
+            early_starts: true,
+            cache: cache.map(|c| c.join("lily").join("cubin")),
+        }
     }
 }
 
@@ -82,6 +90,14 @@ unsafe impl Send for CudaDriver {}
 /// Lists whose graphs are kept.
 const KEPT_GRAPHS: usize = 64;
 
+/// As 1000 major + 10 minor; 0 if the driver does not tell.
+fn driver_version() -> i32 {
+    let mut version = 0;
+    // SAFETY: the library is loaded, and the version has room.
+    let got = unsafe { sys::cuDriverGetVersion(&mut version) };
+    if got == sys::CUresult::CUDA_SUCCESS { version } else { 0 }
+}
+
 fn unavailable(what: &str, e: CudaError) -> String {
     format!("{what}: {}", describe(&e))
 }
@@ -116,7 +132,7 @@ impl CudaDriver {
     }
 
     /// Opens a device.
-    pub fn open(options: Options) -> Result<Self, DriverError> {
+    pub fn open(mut options: Options) -> Result<Self, DriverError> {
         let (device, name) = Self::find(options.ordinal).map_err(DriverError::Lost)?;
         let lost = |e: CudaError| DriverError::Lost(unavailable(&name, e));
         // SAFETY: the device exists; the primary context is released when the driver is dropped.
@@ -140,6 +156,7 @@ impl CudaDriver {
                 capability.0, capability.1
             )));
         }
+        options.early_starts &= capability >= (9, 0) && driver_version() >= 12_030;
         // SAFETY: the device exists.
         let memory = unsafe { result::device::total_mem(device) }.map_err(lost)? as u64;
         let clock = f64::from(attribute(A::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)?) * 1e3;
@@ -235,6 +252,7 @@ impl CudaDriver {
             threads: dispatch.threads,
             buffers,
             args: dispatch.args.clone(),
+            early: self.options.early_starts && lily_gpu::text::EARLY.contains(&dispatch.kernel),
         })
     }
 
@@ -320,9 +338,15 @@ impl CudaDriver {
         }
         // The first time kernel by kernel: a list that runs once needs no graph.
         let again = known.launches > 1 && self.options.graphs;
-        let stages = self.stages(list).expect("checked by submit");
+        let mut stages = self.stages(list).expect("checked by submit");
+        let mut graph = again.then(|| Graph::new(&stages).ok()).flatten();
+        if again && graph.is_none() && self.options.early_starts {
+            stages.iter_mut().flatten().for_each(|launch| launch.early = false);
+            graph = Graph::new(&stages).ok();
+            self.options.early_starts = graph.is_none();
+        }
         // Without memory for a graph the kernels run one by one.
-        if let Some(graph) = again.then(|| Graph::new(&stages).ok()).flatten() {
+        if let Some(graph) = graph {
             graph.run(self.stream)?;
             if let Some(known) = self.known.get_mut(&key) {
                 known.graph = Some(graph);

@@ -17,6 +17,8 @@ pub(crate) struct Launch {
     pub buffers: Vec<sys::CUdeviceptr>,
     /// The argument struct.
     pub args: Vec<u8>,
+    /// The kernel waits for its inputs itself, so that it may start while the one before it runs.
+    pub early: bool,
 }
 
 impl Launch {
@@ -42,7 +44,8 @@ impl Launch {
 pub(crate) struct Graph(sys::CUgraphExec);
 
 impl Graph {
-    /// Builds the graph of some stages.
+    /// Builds the graph of some stages. Behind a stage of one kernel, an early kernel alone in its stage starts when that
+    /// one's thread blocks have all begun (programmatic dependent launch), any other when the stage has ended.
     pub fn new(stages: &[Vec<Launch>]) -> Result<Self, CudaError> {
         let mut graph = std::ptr::null_mut();
         // SAFETY: the graph is created here, filled with nodes of this context's kernels, and destroyed below;
@@ -62,6 +65,8 @@ impl Graph {
         let mut before: Vec<sys::CUgraphNode> = Vec::new();
         for stage in stages {
             let mut nodes = Vec::new();
+            let early = before.len() == 1 && stage.len() == 1 && stage[0].early;
+            let whole = if early { &[] } else { &before[..] };
             for launch in stage {
                 let mut params = launch.params();
                 let node_params = sys::CUDA_KERNEL_NODE_PARAMS {
@@ -84,13 +89,26 @@ impl Graph {
                     sys::cuGraphAddKernelNode_v2(
                         &mut node,
                         graph,
-                        before.as_ptr(),
-                        before.len(),
+                        whole.as_ptr(),
+                        whole.len(),
                         &node_params,
                     )
                     .result()?;
                 }
                 nodes.push(node);
+            }
+            if early {
+                let edge = sys::CUgraphEdgeData {
+                    from_port: sys::CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC as u8,
+                    to_port: 0,
+                    type_: sys::CUgraphDependencyType::CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC as u8,
+                    reserved: [0; 5],
+                };
+                // SAFETY: one node on either side, both of this graph.
+                unsafe {
+                    sys::cuGraphAddDependencies_v2(graph, &before[0], &nodes[0], &edge, 1)
+                        .result()?;
+                }
             }
             before = nodes;
         }

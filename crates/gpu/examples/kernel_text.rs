@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use lily_gpu::text::{FILES, platform_header};
+use lily_gpu::text::{EARLY, FILES, platform_header};
 use lily_gpu::{Platform, Shape, Text};
 
 fn main() -> std::io::Result<()> {
@@ -29,6 +29,7 @@ fn main() -> std::io::Result<()> {
         write(name, text)?;
     }
     let names: Vec<&str> = FILES.iter().map(|(name, _)| *name).collect();
+    write("early", &(EARLY.join("\n") + "\n"))?;
     write("files", &(names.join("\n") + "\n"))?;
     write("cuda.cu", &Text::new(Platform::Cuda, &shape).source)
 }

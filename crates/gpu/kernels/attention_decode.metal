@@ -169,6 +169,16 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
   const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu), begin = group.x * size;
   if (begin >= len) return; // the whole threadgroup, before any barrier: this slot has no such split
   const uint end = begin + size < len ? begin + size : len;
+  // The first tokens' K and V are on their way while this token's are still made.
+  const uint soon = begin + simd * ATTENTION_TILE + lane % ATTENTION_TILE;
+  if (soon < end) {
+    const ulong at = attention_row(pages, slot, p.max_pages, soon, p.kv_heads, kv_head);
+    for (uint d = lane / ATTENTION_TILE * 16; d < HEAD_DIM; d += 64) {
+      prefetch(keys + at + d);
+      prefetch(values + at + d);
+    }
+  }
+  inputs_ready();
   const DEVICE bf16 *own = q + (ulong(row) * p.heads + kv_head * HEADS_PER_KV + first) * HEAD_DIM;
   float mine[PACK][LANE_ELEMENTS];
   for (uint h = 0; h < PACK; h++)
@@ -246,6 +256,7 @@ ATTENTION_DECODE(attention_fixed_unpacked_strided, 1u, false, true)
 FN void combine_splits(const DEVICE float *partial, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, CONSTANT AttentionArgs &p,
     TG float *part, TG float *ls, uint3 group, uint lane, uint simd)
 {
+  inputs_ready();
   const uint len = headers[segments[group.y].slot].position + 1;
   const uint size = split_tokens(len, p.most_splits, p.fixed_from), splits = (len + size - 1) / size;
   const ulong at = (ulong(group.y) * p.heads + group.x) * p.splits;
@@ -254,11 +265,23 @@ FN void combine_splits(const DEVICE float *partial, const DEVICE SlotHeader *hea
   for (uint s = lane; s < splits; s += 32) most = fmax(most, ml[s * 2]);
   most = simd_max(most);
   for (uint e = 0; e < LANE_ELEMENTS; e++) o[e] = 0.0f;
-  for (uint s = simd; s < splits; s += COMBINE_SIMDS) {
-    const float weight = exp2(ml[s * 2] - most);
-    const DEVICE float *x = partial + (at + s) * HEAD_DIM + lane;
-    l = fma(weight, ml[s * 2 + 1], l);
-    for (uint e = 0; e < LANE_ELEMENTS; e++) o[e] = fma(weight, x[e * 32], o[e]);
+  // Four splits at a time, so that their loads overlap.
+  for (uint s = simd; s < splits; s += COMBINE_SIMDS * 4) {
+    float x[4][LANE_ELEMENTS], m[4], sum[4];
+#pragma unroll
+    for (uint i = 0; i < 4; i++) {
+      const uint at_split = min(s + i * COMBINE_SIMDS, splits - 1);
+      m[i] = ml[at_split * 2];
+      sum[i] = ml[at_split * 2 + 1];
+      for (uint e = 0; e < LANE_ELEMENTS; e++) x[i][e] = partial[(at + at_split) * HEAD_DIM + e * 32 + lane];
+    }
+#pragma unroll
+    for (uint i = 0; i < 4; i++) {
+      if (s + i * COMBINE_SIMDS >= splits) continue;
+      const float weight = exp2(m[i] - most);
+      l = fma(weight, sum[i], l);
+      for (uint e = 0; e < LANE_ELEMENTS; e++) o[e] = fma(weight, x[i][e], o[e]);
+    }
   }
   for (uint e = 0; e < LANE_ELEMENTS; e++) part[simd * HEAD_DIM + e * 32 + lane] = o[e];
   if (lane == 0) ls[simd] = l;

@@ -88,16 +88,20 @@ KERNEL(attention_prep, 128, IN(0, bf16, qg), IN(1, bf16, k), IN(2, bf16, v), IN(
   if (task >= p.heads + 2 * p.kv_heads) return; // a whole simdgroup, and there is no barrier
   const uint segment = row_segments[row], slot = segments[segment].slot, position = row_position(row, segment, segments, headers);
   const DEVICE float *turn = rope + ulong(position) * p.rope_dims;
+  const DEVICE float *weight = task < p.heads ? slab_f32(q_slab, p.q_norm) : slab_f32(k_slab, p.k_norm);
+  for (uint d = k_lane * 8; d < HEAD_DIM; d += 256) prefetch(weight + d);
+  for (uint d = k_lane * 8; d < p.rope_dims; d += 256) prefetch(turn + d);
+  inputs_ready();
   if (task < p.heads) {
     const ulong head = ulong(row) * p.heads + task;
-    head_prepare(qg + head * (2 * HEAD_DIM), slab_f32(q_slab, p.q_norm), turn, p.rope_dims, p.eps, out + head * HEAD_DIM, k_lane);
+    head_prepare(qg + head * (2 * HEAD_DIM), weight, turn, p.rope_dims, p.eps, out + head * HEAD_DIM, k_lane);
     return;
   }
   const uint kv_head = (task - p.heads) % p.kv_heads;
   const ulong from = (ulong(row) * p.kv_heads + kv_head) * HEAD_DIM;
   const ulong at = attention_row(pages, slot, p.max_pages, position, p.kv_heads, kv_head);
   if (task < p.heads + p.kv_heads)
-    head_prepare(k + from, slab_f32(k_slab, p.k_norm), turn, p.rope_dims, p.eps, keys + at, k_lane);
+    head_prepare(k + from, weight, turn, p.rope_dims, p.eps, keys + at, k_lane);
   else
     head_copy(v + from, values + at, k_lane);
 }

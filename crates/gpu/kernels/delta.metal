@@ -110,7 +110,9 @@ FN void conv_strip(const DEVICE bf16 *x, const DEVICE float *taps, const DEVICE 
   if (start == 0) {
     const DEVICE bf16 *before = (const DEVICE bf16 *)(states + state_base(headers, segment->slot, 0, p.state_words) + p.conv_at) + layer;
     for (uint j = 0; j < CONV_PAST; j++) lane_values<LANE_DIM>(before + j * p.channels + c, past + j * LANE_DIM);
-  } else {
+  }
+  inputs_ready(); // the state is the step's before
+  if (start > 0) {
     for (uint j = 0; j < CONV_PAST; j++) lane_values<LANE_DIM>(x + ulong(first + j - CONV_PAST) * p.channels + c, past + j * LANE_DIM);
   }
   const bool normed = strip < 2 * key_heads;
@@ -205,6 +207,7 @@ KERNEL(conv_prep, 128, IN(0, bf16, x), IN(1, uint, slab), IN(2, SegmentEntry, se
     const uint rows = min(segment->rows - start, p.conv.block);
     for (uint h = k_lane; h < p.heads; h += 32) {
       const float a_log = slab_f32(a_log_slab, p.a_log)[h], dt_bias = slab_f32(dt_slab, p.dt_bias)[h];
+      inputs_ready();
       for (uint t = 0; t < rows; t++) {
         const uint i = (segment->first + start + t) * p.heads + h;
         delta_gate(a[i], b[i], a_log, dt_bias, decay + i, beta + i);
@@ -213,12 +216,16 @@ KERNEL(conv_prep, 128, IN(0, bf16, x), IN(1, uint, slab), IN(2, SegmentEntry, se
   }
 }
 
-// rms_norm(y) w silu(z) over one value head of a simdgroup.
-FN void gated_norm(const THREAD float *y, const DEVICE bf16 *z, const DEVICE float *weight, DEVICE bf16 *out, float eps, uint lane)
+FN void gated_norm_load(const DEVICE bf16 *z, const DEVICE float *weight, THREAD float *w, THREAD float *g, uint lane)
 {
-  float w[VALUE_LANE_DIM], g[VALUE_LANE_DIM], sum = 0.0f;
   lane_load_f32<VALUE_LANE_DIM>(weight + lane * VALUE_LANE_DIM, w);
   lane_values<VALUE_LANE_DIM>(z + lane * VALUE_LANE_DIM, g);
+}
+
+// rms_norm(y) w silu(z) over one value head of a simdgroup; g has z and is used up.
+FN void gated_norm(const THREAD float *y, const THREAD float *w, THREAD float *g, DEVICE bf16 *out, float eps, uint lane)
+{
+  float sum = 0.0f;
   for (uint i = 0; i < VALUE_LANE_DIM; i++) sum = fma(y[i], y[i], sum);
   const float r = 1.0f / sqrt(simd_sum(sum) / float(VALUE_DIM) + eps);
   for (uint i = 0; i < VALUE_LANE_DIM; i++) g[i] = y[i] * r * w[i] * silu(g[i]);
@@ -230,8 +237,9 @@ KERNEL(gated_rms_norm, 128, IN(0, bf16, y), IN(1, bf16, z), IN(2, uint, slab), O
   const uint unit = k_group.x * p.simds + k_simd;
   if (unit < p.units) {
     const ulong at = ulong(unit) * VALUE_DIM;
-    float v[VALUE_LANE_DIM];
+    float v[VALUE_LANE_DIM], w[VALUE_LANE_DIM], g[VALUE_LANE_DIM];
     lane_values<VALUE_LANE_DIM>(y + at + k_lane * VALUE_LANE_DIM, v);
-    gated_norm(v, z + at, slab_f32(slab, p.weight), out + at, p.eps, k_lane);
+    gated_norm_load(z + at, slab_f32(slab, p.weight), w, g, k_lane);
+    gated_norm(v, w, g, out + at, p.eps, k_lane);
   }
 }

@@ -155,12 +155,17 @@ template <uint R> FN void scan_norm_head(const DEVICE bf16 *qkv, const DEVICE fl
   const uint token = segment->first, slot = segment->slot, row = simd * R, mine = lane * R / 32;
   const ulong at = (ulong(p.layer) * p.heads + head) * (VALUE_DIM * KEY_DIM) + row * KEY_DIM;
   float s[R * LANE_DIM], k[LANE_DIM], q[LANE_DIM];
+  const uint gate = token * p.heads + head;
+  const ulong to = ulong(gate) * VALUE_DIM;
+  float norm[VALUE_LANE_DIM], gates[VALUE_LANE_DIM];
+  // z was made two stages ago.
   delta_rows_load<R>(states + state_base(headers, slot, 0, p.state_words) + at, s, lane);
+  if (simd == 0) gated_norm_load(z + to, weight, norm, gates, lane);
+  inputs_ready();
   const DEVICE bf16 *line = qkv + ulong(token) * p.channels, *q_at = line + head / VALUE_HEADS_PER_KEY * KEY_DIM + lane * LANE_DIM;
   lane_values<LANE_DIM>(q_at, q);
   lane_values<LANE_DIM>(q_at + p.key_heads * KEY_DIM, k);
   const float v = f32(line[2 * p.key_heads * KEY_DIM + head * VALUE_DIM + row + mine]);
-  const uint gate = token * p.heads + head;
   const float read = delta_token<R>(s, k, q, v, decay[gate], beta[gate], lane);
   delta_rows_store<R>(states + state_base(headers, slot, 1, p.state_words) + at, s, lane);
   if (lane % (32u / R) == 0) y[row + mine] = read;
@@ -168,8 +173,7 @@ template <uint R> FN void scan_norm_head(const DEVICE bf16 *qkv, const DEVICE fl
   if (simd == 0) {
     float head_y[VALUE_LANE_DIM];
     for (uint i = 0; i < VALUE_LANE_DIM; i++) head_y[i] = y[lane * VALUE_LANE_DIM + i];
-    const ulong to = ulong(gate) * VALUE_DIM;
-    gated_norm(head_y, z + to, weight, out + to, p.eps, lane);
+    gated_norm(head_y, norm, gates, out + to, p.eps, lane);
   }
 }
 

@@ -70,6 +70,8 @@ KERNEL(rms_norm, 256, IN(0, float, x), IN(1, uint, slab), OUT(2, bf16, out), ARG
 {
   SHARED(float, shares, 8);
   const DEVICE float *from = x + ulong(k_group.x) * p.cols, *w = slab_f32(slab, p.weight);
+  for (uint i = k_thread.x * 8; i < p.cols; i += 2048) prefetch(w + i);
+  inputs_ready();
   square_shares(from, p.cols, shares, k_lane, k_simd, 8);
   tg_barrier();
   const float s = inverse_rms(shares, p.cols, p.eps);

@@ -72,6 +72,19 @@ template <uint F> FN void load_packet(const THREAD Rows &w, uint row, uint packe
   }
 }
 
+// Packet i of row `row` on its way into the cache, and its group's scale and bias where they begin a sector.
+template <uint F> FN void prefetch_packet(const THREAD Rows &w, uint row, uint packets, uint i)
+{
+  prefetch(w.codes + ulong(row * packets + i) * packet_words<F>());
+  if (F == Q4 || F == Q8) {
+    const uint each = GROUP / packet_elements<F>(), g = row * (packets / each) + i / each;
+    if (i % each == 0 && g % 16 == 0) {
+      prefetch(w.scales + g);
+      prefetch(w.biases + g);
+    }
+  }
+}
+
 // Adds the products of 8 elements of R rows of weights with M rows of x to dot[r * M + m], and x to sum[m].
 template <uint F, uint R, uint M> FN void dot8(const THREAD uint *q, uint j, const TG uint *x, uint stride, uint rows, THREAD float *dot, THREAD float *sum)
 {
@@ -235,7 +248,14 @@ struct GemvInput {
   const DEVICE float *norm; // the norm's weight
   const TG float *shares;   // of each row's squares
   float eps;
+  DEVICE uint *normed_out;  // where this threadgroup leaves the normalized rows, if it keeps them
+  bool keeps;
 };
+
+FN void keep_normed(const THREAD GemvInput &in, ulong element, const THREAD uint *q)
+{
+  if (in.keeps) store4(in.normed_out + element / 2, q[0], q[1], q[2], q[3]);
+}
 
 // Columns [first, first + columns) of x to the tile, in the order in which lanes take them: piece j of packet i lies
 // where `lanes` lanes read neighbouring 16 bytes.
@@ -252,8 +272,10 @@ template <uint F> FN void stage_x(const THREAD GemvInput &in, uint first, uint c
       if (in.normed) {
         const DEVICE float *x = (const DEVICE float *)in.x + from, *w = in.norm + first + u * 8;
         const float4 a = load4(x), b = load4(x + 4), v = load4(w), z = load4(w + 4);
-        store4(to, pack2(a.x * s * v.x, a.y * s * v.y), pack2(a.z * s * v.z, a.w * s * v.w),
-               pack2(b.x * s * z.x, b.y * s * z.y), pack2(b.z * s * z.z, b.w * s * z.w));
+        const uint q[4] = {pack2(a.x * s * v.x, a.y * s * v.y), pack2(a.z * s * v.z, a.w * s * v.w),
+                           pack2(b.x * s * z.x, b.y * s * z.y), pack2(b.z * s * z.z, b.w * s * z.w)};
+        store4(to, q[0], q[1], q[2], q[3]);
+        keep_normed(in, from, q);
       } else {
         const uint4 q = load4(in.x + from / 2);
         store4(to, q.x, q.y, q.z, q.w);
@@ -285,6 +307,7 @@ template <uint F> FN void stage_scaled(const THREAD GemvInput &in, uint first, u
         q[1] = pack2(a.z * s * v.z, a.w * s * v.w);
         q[2] = pack2(b.x * s * z.x, b.y * s * z.y);
         q[3] = pack2(b.z * s * z.z, b.w * s * z.w);
+        keep_normed(in, from, q);
       } else {
         const uint4 a = load4(in.x + from / 2);
         q[0] = a.x; q[1] = a.y; q[2] = a.z; q[3] = a.w;

@@ -14,6 +14,7 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   in.cols = p.a.cols;
   in.rows = 1;
   in.normed = false;
+  in.keeps = false;
   GemvPlace at;
   at.lanes = p.lanes;
   at.beside = 32 / p.lanes;
@@ -22,6 +23,7 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   at.row_count = p.a.rows;
   at.tid = tid;
   at.threads = 256;
+  inputs_ready();
   const uint expert = ids[entry];
   const Rows a = rows_of(a_slab, p.a, expert);
   Rows b = a;
@@ -29,6 +31,7 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   const uint W = R * 8, A = R * 2;
   uint q[W];
   float affine[A], acc[R];
+  load_first<F, R, 1>(a, b, paired, at, p.a.cols, 1, 0, q, affine);
   gemv_block<true, F, R, 1, TILE>(a, b, paired, at, false, 0, in, tile, sums, q, affine, acc);
 #pragma unroll
   for (uint r = 0; r < R; r++) {
@@ -64,11 +67,12 @@ FN void load_experts(const DEVICE uint *slab, CONSTANT ExpertsSumArgs &p, const 
 
 // Σ_rank weight · (x[rank] · downᵀ) + gate · (shared_x · shared_downᵀ) for one column: `lanes` lanes go through the experts in
 // the order of rank, the shared one last, with the packets of eight experts in flight; each lane sums its share of all of them
-// before the lanes are summed. All inputs wait in threadgroup memory. `lanes` divides the packets of both matrices' rows.
+// before the lanes are summed. All inputs wait in threadgroup memory. `lanes` divides the packets of both matrices' rows. The experts
+// were chosen two stages ago: their weights are loaded while the stage before still runs.
 template <uint F>
 FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, const DEVICE uint *x, const DEVICE uint *ids,
-                     const DEVICE float *weights, const DEVICE uint *shared_x, float gate, CONSTANT ExpertsSumArgs &p, TG float *tile,
-                     TG float *sums, uint col, uint part, uint tid)
+                     const DEVICE float *weights, const DEVICE uint *shared_x, const DEVICE float *shared_gate, CONSTANT ExpertsSumArgs &p,
+                     TG float *tile, TG float *sums, uint col, uint part, uint tid)
 {
   const uint elements = packet_elements<F>(), packets = p.down.cols / elements, shared_packets = p.shared_down.cols / elements;
   const Rows shared_rows = rows_of(shared_down, p.shared_down, 0);
@@ -76,12 +80,15 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   float affine[16], shared_affine[2];
   load_experts<F>(down, p, ids, 0, col, part, q, affine);
   load_packet<F>(shared_rows, col, shared_packets, part, shared_q, shared_affine);
+  inputs_ready();
+  const float gate = sigmoid(*shared_gate);
   TG float *shared_tile = tile + p.k * p.down.cols, *shared_sums = sums + p.k * p.down.cols / 8;
   GemvInput in;
   in.x = x;
   in.cols = p.k * p.down.cols;
   in.rows = 1;
   in.normed = false;
+  in.keeps = false;
   stage_scaled<F>(in, 0, in.cols, p.lanes, tile, 0, sums, tid, 256);
   in.x = shared_x;
   in.cols = p.shared_down.cols;
@@ -123,12 +130,12 @@ KERNEL(decode_experts_out, 256, IN(0, uint, down), IN(1, uint, shared_down), IN(
   const DEVICE uint *my_x = x + ulong(row) * p.k * (p.down.cols / 2), *my_ids = ids + row * p.k;
   const DEVICE uint *my_shared = shared_x + ulong(row) * (p.shared_down.cols / 2);
   const DEVICE float *my_weights = weights + row * p.k;
-  const float gate = sigmoid(shared_gate[row]);
+  const DEVICE float *my_gate = shared_gate + row;
   float sum;
-  if (f == Q4) sum = experts_sum<Q4>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, sums, there, part, k_thread.x);
-  else if (f == Q8) sum = experts_sum<Q8>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, sums, there, part, k_thread.x);
-  else if (f == BF16) sum = experts_sum<BF16>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, sums, there, part, k_thread.x);
-  else sum = experts_sum<F32>(down, shared_down, my_x, my_ids, my_weights, my_shared, gate, p, tile, sums, there, part, k_thread.x);
+  if (f == Q4) sum = experts_sum<Q4>(down, shared_down, my_x, my_ids, my_weights, my_shared, my_gate, p, tile, sums, there, part, k_thread.x);
+  else if (f == Q8) sum = experts_sum<Q8>(down, shared_down, my_x, my_ids, my_weights, my_shared, my_gate, p, tile, sums, there, part, k_thread.x);
+  else if (f == BF16) sum = experts_sum<BF16>(down, shared_down, my_x, my_ids, my_weights, my_shared, my_gate, p, tile, sums, there, part, k_thread.x);
+  else sum = experts_sum<F32>(down, shared_down, my_x, my_ids, my_weights, my_shared, my_gate, p, tile, sums, there, part, k_thread.x);
   const ulong at = ulong(row) * p.down.rows + col;
   if (part == 0 && col < p.down.rows) out[at] = residual[at] + sum;
 }

@@ -9,7 +9,7 @@ typedef unsigned long long ulong;
 #define CONSTANT const
 #define THREAD
 #define FN static __device__ __forceinline__
-#define IN(i, T, name)   const T *__restrict__ name
+#define IN(i, T, name)   const T *name // not __restrict__: such loads may move ahead of inputs_ready()
 #define OUT(i, T, name)  T *__restrict__ name
 #define ARGS(i, T, name) const __grid_constant__ T name
 #define SHARED(T, name, n) __shared__ __align__(16) T name[n]
@@ -41,6 +41,13 @@ FN float code_number(uint x) { return __uint_as_float(x); } // times 2^-149
 #define CODE_DOWN 281474976710656.0f                        // 2^48
 FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
 FN float clamp(float x, float lo, float hi) { return fminf(fmaxf(x, lo), hi); }
+#if __CUDA_ARCH__ >= 900
+// The stage before this one has ended, then the next one may begin to be: see docs/kernels.md, "Early starts".
+FN void inputs_ready() { asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+FN void inputs_ready() {}
+#endif
+FN void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #define tg_barrier() __syncthreads()
 #define simd_fence() __syncwarp()
 FN float simd_shuffle_xor(float v, uint m) { return __shfl_xor_sync(0xffffffffu, v, m); }

@@ -38,6 +38,7 @@ FN void select_experts(const DEVICE float *logits, DEVICE uint *ids, DEVICE floa
 #define ROUTER(name, EACH) \
   KERNEL(name, 128, IN(0, float, logits), OUT(1, uint, ids), OUT(2, float, weights), ARGS(3, RouterArgs, p)) \
   { \
+    inputs_ready(); \
     const uint row = k_group.x * p.simdgroups + k_simd; \
     if (row < p.rows) \
       select_experts<EACH>(logits + ulong(row) * p.experts, ids + row * p.k, weights + row * p.k, p.experts, p.k, k_lane); \

@@ -127,6 +127,7 @@ KERNEL(sample_scan, 256, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(
 {
   SHARED(float, xs, 8);
   SHARED(uint, ids, 8);
+  inputs_ready();
   const DEVICE SamplerEntry *e = entries + k_group.y;
   if (e->row != NONE) { // the same for the whole threadgroup
     const Logits l = logits_of(logits, counts, masks, biases, e, segments[k_group.y].slot, p.vocab, p.zero);
@@ -204,6 +205,7 @@ FN bool without_draw(const DEVICE SamplerEntry *e, float best, bool nan)
 KERNEL(sample_bins, 256, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(2, SegmentEntry, segments), IN(3, uint, counts), IN(4, uint, masks), IN(5, BiasEntry, biases), OUT(6, uint, partials), OUT(7, uint, bins), ARGS(8, SampleArgs, p))
 {
   SHARED(uint, sums, 3 * BINS + 2);
+  inputs_ready();
   const DEVICE SamplerEntry *e = entries + k_group.y;
   DEVICE uint *partial = partials + ulong(k_group.y) * p.blocks * PARTIAL;
   float best = 0.0f;

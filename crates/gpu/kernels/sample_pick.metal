@@ -320,6 +320,7 @@ KERNEL(sample_pick, 768, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(
   SHARED(uint, blocks, 64);
   SHARED(float, xs, 32);
   SHARED(uint, ids, 32);
+  inputs_ready();
   const uint segment = k_group.x, slot = segments[segment].slot;
   const DEVICE SamplerEntry *e = entries + segment;
   const DEVICE uint *partial = partials + ulong(segment) * p.blocks * PARTIAL;

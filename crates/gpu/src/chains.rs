@@ -126,13 +126,15 @@ fn projections(
     let weight = b.weight(norm.weight);
     let simdgroups = outputs.iter().map(|o| gemv::simdgroups(o.weight)).sum();
     let fused = gemv::fuses_norm(c.profile, rows, simdgroups, b.width(norm.x));
-    if !fused || keeps_norm {
-        // Beside the projections, if those have a norm of their own.
+    if !fused {
         elementwise::rms_norm(r, c, x, weight, norm.eps, normed, rows);
     }
     let input = match fused {
-        true => GemvInput { x, norm: Some((weight, norm.eps)), rows },
-        false => GemvInput { x: normed, norm: None, rows },
+        true => {
+            let keep = keeps_norm.then_some(normed);
+            GemvInput { x, norm: Some((weight, norm.eps)), keep, rows }
+        }
+        false => GemvInput { x: normed, norm: None, keep: None, rows },
     };
     gemv::gemv(r, c, input, &outputs);
     if let Some(act) = pair {
@@ -201,7 +203,7 @@ fn project_add(
     let (x, residual, out) = (b.value(linear.x), b.value(add.a), b.value(add.out));
     if rows <= gemv::MAX_ROWS {
         let epilogue = gemv::Epilogue::AddTo(residual);
-        let input = GemvInput { x, norm: None, rows };
+        let input = GemvInput { x, norm: None, keep: None, rows };
         gemv::gemv(r, c, input, &[GemvOutput { weight, out, epilogue }]);
     } else {
         gemm::supports(b.width(linear.x))?;

@@ -117,7 +117,7 @@ pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), S
         Op::Linear(op) if b.rows(c, op.x) <= gemv::MAX_ROWS => {
             let (weight, rows) = (b.weight(op.weight), b.rows(c, op.x));
             elementwise::supports(weight)?;
-            let input = GemvInput { x: b.value(op.x), norm: None, rows };
+            let input = GemvInput { x: b.value(op.x), norm: None, keep: None, rows };
             let out = GemvOutput { weight, out: b.value(op.out), epilogue: Epilogue::Store };
             gemv::gemv(r, c, input, &[out]);
         }

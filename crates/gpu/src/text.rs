@@ -135,6 +135,39 @@ pub fn platform_header(file: &str) -> Option<&'static str> {
     PLATFORMS.iter().find(|(name, _)| *name == file).map(|(_, text)| *text)
 }
 
+/// Kernels that wait for their inputs themselves (`inputs_ready()` in their text): a driver may start them while the
+/// stage before theirs still runs. See docs/kernels.md, "Early starts".
+pub const EARLY: &[&str] = &[
+    "attention_combine",
+    "attention_combine_gated",
+    "attention_fixed",
+    "attention_fixed_strided",
+    "attention_fixed_unpacked",
+    "attention_fixed_unpacked_strided",
+    "attention_prep",
+    "attention_split",
+    "attention_split_strided",
+    "attention_split_unpacked",
+    "attention_split_unpacked_strided",
+    "causal_conv",
+    "conv_prep",
+    "decode_experts",
+    "decode_experts_out",
+    "gemv_1x2",
+    "gemv_1x4",
+    "gemv_2x2",
+    "gemv_4x2",
+    "gemv_8x2",
+    "rms_norm",
+    "router_1024",
+    "router_256",
+    "sample_bins",
+    "sample_pick",
+    "sample_scan",
+    "scan_norm_4",
+    "scan_norm_8",
+];
+
 impl Text {
     /// The text of all kernels for a shape.
     pub fn new(platform: Platform, shape: &Shape) -> Self {

@@ -67,7 +67,7 @@ fn bits_depend_on_the_row_and_the_matrix_alone() {
             let outputs: Vec<GemvOutput> =
                 weights.iter().zip(&outs).map(|(w, o)| store(w, *o)).collect();
             let outputs = only.map_or(outputs.clone(), |i| vec![outputs[i]]);
-            let input = GemvInput { x: input, norm: None, rows: rows as u32 };
+            let input = GemvInput { x: input, norm: None, keep: None, rows: rows as u32 };
             let (kernels, _) = rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
             assert_eq!(kernels.len(), 1);
             outs.iter().zip(&specs).map(|(o, (s, _))| rig.get_f32(*o, rows * s.rows)).collect()
@@ -107,7 +107,7 @@ fn many_blocks_of_rows() {
             ..lily_softgpu::Options::default()
         });
         let weights = rig.weights(&specs);
-        let input = GemvInput { x: rig.bf16(&x), norm: None, rows: rows as u32 };
+        let input = GemvInput { x: rig.bf16(&x), norm: None, keep: None, rows: rows as u32 };
         let outs: Vec<Operand> =
             specs.iter().map(|(s, _)| rig.room(ElementType::F32, rows * s.rows)).collect();
         let outputs: Vec<GemvOutput> =
@@ -149,13 +149,14 @@ fn fused_forms_have_the_bits_of_the_chain() {
         let stream = rig.f32(&x);
         let step = decode(rows as u32);
         let normed = rig.room(ElementType::Bf16, rows * cols);
+        let kept = rig.room(ElementType::Bf16, rows * cols);
         let outs: Vec<Operand> = (0..7).map(|_| rig.room(ElementType::Bf16, rows * 50)).collect();
         let logits = [(); 2].map(|()| rig.room(ElementType::F32, rows * 7));
         let base: Vec<f32> = rng.activations(rows * 21, 1.0);
         let residual = rig.f32(&base);
         let sums = [(); 2].map(|()| rig.room(ElementType::F32, rows * 21));
         // The chain: each a kernel of its own.
-        let plain = GemvInput { x: normed, norm: None, rows: rows as u32 };
+        let plain = GemvInput { x: normed, norm: None, keep: None, rows: rows as u32 };
         let down_out = Operand { bytes: (rows * 21 * 2) as u64, ..outs[3] };
         let product_out = Operand { bytes: (rows * 50 * 2) as u64, ..outs[2] };
         rig.run(step.clone(), |r, c, _| {
@@ -167,10 +168,12 @@ fn fused_forms_have_the_bits_of_the_chain() {
             add(r, c, residual, down_out, sums[0]);
         });
         // Fused: one launch, and one for the sum.
-        let fused = GemvInput { x: stream, norm: Some((norm, 1e-6)), rows: rows as u32 };
+        let fused =
+            GemvInput { x: stream, norm: Some((norm, 1e-6)), keep: None, rows: rows as u32 };
         let (kernels, stages) = rig.run(step, |r, c, _| {
             let pair = GemvOutput { weight: gate, out: outs[4], epilogue: Epilogue::Gated(up) };
-            gemv(r, c, fused, &[store(router, logits[1]), pair]);
+            let keeping = GemvInput { keep: Some(kept), ..fused };
+            gemv(r, c, keeping, &[store(router, logits[1]), pair]);
             let sum =
                 GemvOutput { weight: down, out: sums[1], epilogue: Epilogue::AddTo(residual) };
             gemv(r, c, fused, &[sum]);
@@ -180,6 +183,8 @@ fn fused_forms_have_the_bits_of_the_chain() {
         let want: Vec<f32> = rig.get_f32(product_out, rows * 50);
         assert!(want.iter().all(|x| x.is_finite()));
         assert_eq!(rig.get_f32(outs[4], rows * 50), want, "{name}: gated");
+        let want: Vec<u16> = rig.get(normed, rows * cols);
+        assert_eq!(rig.get::<u16>(kept, rows * cols), want, "{name}: normalized rows");
         let want: Vec<f32> = rig.get(logits[0], rows * 7);
         assert_eq!(rig.get::<f32>(logits[1], rows * 7), want, "{name}: router");
         let want: Vec<f32> = rig.get(sums[0], rows * 21);

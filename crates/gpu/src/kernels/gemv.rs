@@ -36,6 +36,8 @@ kernel_args! {
         count: u32,
         /// Whether x is the residual stream, to be normalized.
         normed: u32,
+        /// Whether the normalized rows are stored too.
+        keeps_normed: u32,
         /// Where the norm's weight lies in its slab, in units of 16 bytes.
         norm: u32,
         /// The norm's addend to the mean of squares.
@@ -59,6 +61,8 @@ pub struct GemvInput<'a> {
     /// Norm to be applied to x first: weight and the addend to the mean of squares. The result has the bits that
     /// [`rms_norm`](super::elementwise::rms_norm) gives.
     pub norm: Option<(&'a DeviceWeight, f32)>,
+    /// Where the normalized rows go, bf16, if something else reads them.
+    pub keep: Option<Operand>,
     /// Rows, 1 to [`MAX_ROWS`].
     pub rows: u32,
 }
@@ -165,21 +169,23 @@ pub fn can_pair(gate: &DeviceWeight, up: &DeviceWeight) -> bool {
 }
 
 /// Records the products of one input with any number of matrices: one launch for up to [`MAX_OUTPUTS`] in one slab.
-pub fn gemv(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput]) {
+pub fn gemv(r: &mut Recorder, c: &Context, mut input: GemvInput, outputs: &[GemvOutput]) {
     let mut rest = if input.rows > 0 { outputs } else { &[] };
     while let Some(first) = rest.first() {
         let same = rest.iter().take(MAX_OUTPUTS).take_while(|o| o.weight.slab == first.weight.slab);
         let (now, later) = rest.split_at(same.count());
         launch(r, c, input, now);
+        input.keep = None;
         rest = later;
     }
 }
 
 fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput]) {
-    let GemvInput { x, norm, rows } = input;
+    let GemvInput { x, norm, keep, rows } = input;
     let cols = outputs[0].weight.matrix.cols;
     debug_assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows");
     debug_assert_eq!(x.element == ElementType::F32, norm.is_some());
+    debug_assert!(keep.is_none() || norm.is_some());
     let needed = outputs.iter().map(|o| simdgroups(o.weight) * members(o)).sum();
     let policy = policy(c.profile, rows, needed);
     let mut args = GemvArgs {
@@ -189,6 +195,7 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
         repeat: policy.repeat,
         count: outputs.len() as u32,
         normed: u32::from(norm.is_some()),
+        keeps_normed: u32::from(keep.is_some()),
         norm: norm.map_or(0, |(w, _)| w.matrix.codes),
         eps: norm.map_or(0.0, |(_, eps)| eps),
         matrices: bytemuck::Zeroable::zeroed(),
@@ -212,6 +219,7 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     let outs = (0..MAX_OUTPUTS).map(|i| outputs.get(i).unwrap_or(&outputs[0]).out);
     bindings.extend(outs.map(|out| Binding::new(out, Access::Write)));
     bindings.push(Binding::new(residual.unwrap_or(x), Access::Read));
+    bindings.push(Binding::new(keep.unwrap_or(outputs[0].out), Access::Write));
     let traffic = traffic(&input, cols, outputs);
     r.dispatch(policy.kernel, [end, 1, 1], policy.simds * 32, bindings, &args, traffic);
 }
@@ -253,7 +261,8 @@ fn traffic(input: &GemvInput, cols: u32, outputs: &[GemvOutput]) -> u64 {
         };
         weights + residual + row_bytes(o.weight.matrix.rows, o.out)
     });
-    row_bytes(cols, input.x) + norm + each.sum::<u64>()
+    let keep = input.keep.map_or(0, |o| row_bytes(cols, o));
+    row_bytes(cols, input.x) + norm + keep + each.sum::<u64>()
 }
 
 #[cfg(test)]
