@@ -1,6 +1,9 @@
-//! What each kernel of a decode step of the real shape takes on an NVIDIA GPU.
+//! What each kernel of a step of the real shape takes on an NVIDIA GPU.
 //!
-//! usage: decode_profile [CONTEXT [ROWS]]
+//! usage: decode_profile [CONTEXT [ROWS]] [--prompt] [--serial] [--without SWITCH]... [--summary]
+//!
+//! A decode step of ROWS slots, or with --prompt the last ROWS tokens of a prompt. --serial: no kernel starts before the one before it has
+//! ended. --summary: the step alone.
 //!
 //! All launches of one kernel for one operation, of all layers one after another, as a CUDA graph: each layer's weights are
 //! others, so that none comes from the cache. The whole step beside them. Weights are zero: times do not depend on them.
@@ -24,10 +27,11 @@ use lily_ops::sample::SampleParams;
 const ROUNDS: usize = 20;
 
 /// Median seconds of a list, from the third run on, when it is a graph.
-fn time(driver: &mut CudaDriver, list: CommandList) -> f64 {
+fn time(driver: &mut CudaDriver, list: CommandList, place: &dyn Fn(&mut CudaDriver)) -> f64 {
     let list = Arc::new(list);
     let mut times: Vec<f64> = (0..ROUNDS)
         .map(|_| {
+            place(driver);
             let submission = driver.submit(&list).expect("submitted");
             driver.wait(submission).expect("ran").seconds
         })
@@ -38,11 +42,22 @@ fn time(driver: &mut CudaDriver, list: CommandList) -> f64 {
 }
 
 fn main() {
-    let mut args = std::env::args().skip(1).map(|a| a.parse::<u32>().expect("a number"));
-    let (context, rows) = (args.next().unwrap_or(4096), args.next().unwrap_or(1));
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let has = |name: &str| args.iter().any(|a| a == name);
+    let numbers: Vec<u32> = args.iter().filter_map(|a| a.parse().ok()).collect();
+    let (context, rows) = (numbers.first().map_or(4096, |n| *n), numbers.get(1).map_or(1, |n| *n));
+    let prompt = has("--prompt");
+    let (slots, slot_rows) = if prompt { (1, rows) } else { (rows, 1) };
+    let mut tuning = Tuning::default();
+    for pair in args.windows(2).filter(|p| p[0] == "--without") {
+        let switch = Tuning::SWITCHES.iter().find(|(name, _)| *name == pair[1]);
+        *switch.expect("the name of a switch").1(&mut tuning) = false;
+    }
     let config = ModelShape::qwen3_6_35b_a3b(ModelShape::REAL_LAYERS).config();
     let (_, plan) = plan_of_config("real", &config, Precision::Standard).expect("the real config");
-    let mut driver = CudaDriver::open(Options::default()).expect("an NVIDIA GPU");
+    let mut driver =
+        CudaDriver::open(Options { early_starts: !has("--serial"), ..Options::default() })
+            .expect("an NVIDIA GPU");
     let profile = driver.profile().clone();
     let layout = SlabLayout::new(&plan, profile.max_buffer).expect("slabs");
     let slabs: Vec<_> = layout
@@ -53,26 +68,32 @@ fn main() {
     let weights = layout.weights(&plan, &slabs);
     let shape = Shape::of(&plan);
     // A kernel alone finds what it reads where the whole step left it.
-    let tuning = Tuning { reuse_buffers: false, ..Tuning::default() };
+    tuning.reuse_buffers = false;
     let recording = Recording::new(Arc::new(plan), weights, shape, tuning, profile.clone());
-    let limits = Limits::new(rows as usize, context as usize, rows as usize);
-    let step = StepShape { segments: vec![1; rows as usize], outputs: rows, context };
+    let limits = Limits::new(slots as usize, context as usize, rows as usize);
+    let segments = vec![slot_rows; slots as usize];
+    let step = StepShape { segments, outputs: slots, context };
     let kind = Kind { shape: step, tables: 0, head: Head::Sample { greedy: true } };
     let (mut list, _, memory) =
         recording.record_on(&mut driver, &limits, &kind, true).expect("recorded");
     let pages = context.div_ceil(256);
-    for slot in 0..rows {
+    for slot in 0..slots {
         let table: Vec<u32> = (0..pages).map(|p| slot * pages + p).collect();
         memory.write_pages(&mut driver, slot as usize, 0, &table).expect("pages");
     }
-    let entries: Vec<SegmentEntry> = (0..rows)
-        .map(|slot| SegmentEntry { slot, first: slot, rows: 1, first_output: slot })
+    let entries: Vec<SegmentEntry> = (0..slots)
+        .map(|slot| SegmentEntry {
+            slot,
+            first: slot,
+            rows: slot_rows,
+            first_output: slot_rows - 1,
+        })
         .collect();
     let tables = &memory.tables[0];
     let at = tables.segments;
     driver.write(at.buffer, at.offset, bytemuck::cast_slice(&entries)).expect("segments");
     let entries: Vec<SamplerEntry> =
-        (0..rows).map(|row| SamplerEntry::new(&SampleParams::GREEDY, row, true, None)).collect();
+        (0..slots).map(|row| SamplerEntry::new(&SampleParams::GREEDY, row, true, None)).collect();
     let extra = memory.extra[0];
     driver.write(extra.buffer, extra.offset, bytemuck::cast_slice(&entries)).expect("sampler");
     list.inputs = vec![memory.inputs(0)];
@@ -81,14 +102,19 @@ fn main() {
     list.pipelines = driver.pipelines(&text, &kernels).expect("the text compiles");
     // The step's last kernel moves the slots on: before each measurement they go back.
     let place = |driver: &mut CudaDriver| {
-        for slot in 0..rows {
-            let header =
-                SlotHeader { position: context - 32, last_token: 1, generated: 0, parity: 0 };
+        // Room for the runs of a decode step, none behind a prompt's.
+        let position = context - if prompt { rows } else { 32 };
+        for slot in 0..slots {
+            let header = SlotHeader { position, last_token: 1, generated: 0, parity: 0 };
             memory.write_header(driver, slot as usize, header).expect("headers");
         }
     };
     place(&mut driver);
-    let whole = time(&mut driver, list.clone());
+    let whole = time(&mut driver, list.clone(), &place);
+    if has("--summary") {
+        println!("{}\t{:.1} us", args.join(" "), whole * 1e6);
+        return;
+    }
     let mut groups: BTreeMap<(&str, &str), Vec<(Dispatch, Pipeline)>> = BTreeMap::new();
     for (dispatch, pipeline) in list.dispatches.iter().zip(&list.pipelines) {
         let group = groups.entry((dispatch.op, dispatch.kernel)).or_default();
@@ -96,7 +122,6 @@ fn main() {
     }
     let mut lines = Vec::new();
     for ((op, kernel), launches) in groups {
-        place(&mut driver);
         let traffic: u64 = launches.iter().map(|(d, _)| d.traffic).sum();
         let (dispatches, pipelines): (Vec<_>, Vec<_>) = launches.into_iter().unzip();
         let stages = (0..dispatches.len()).collect();
@@ -105,7 +130,7 @@ fn main() {
         let threads = dispatches[0].threads;
         let inputs = list.inputs.clone();
         let own = CommandList { dispatches, pipelines, stages, inputs, ..CommandList::default() };
-        lines.push((time(&mut driver, own), op, kernel, count, traffic, grid, threads));
+        lines.push((time(&mut driver, own, &place), op, kernel, count, traffic, grid, threads));
     }
     lines.sort_by(|a, b| b.0.total_cmp(&a.0));
     println!("context {context}, {rows} rows, whole step {:.1} us", whole * 1e6);

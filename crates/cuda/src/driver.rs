@@ -164,6 +164,7 @@ impl CudaDriver {
         let profile = Profile {
             name: name.clone(),
             platform: Platform::Cuda,
+            mma: true,
             cores: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             threadgroup_memory: 48 << 10,
             threads_per_core: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR)?

@@ -17,7 +17,6 @@ FN void flash_load_transposed(THREAD uint (&r)[4], const TG bf16 *row)
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
-FN void flash_multiply(THREAD float (&d)[4], const THREAD uint (&a)[4], uint b0, uint b1) { multiply(d, a, b0, b1); }
 FN void flash_copy(TG uint *to, const DEVICE bf16 *from, bool there) { copy_async(shared_address(to), from, there); }
 FN void flash_wait() { copy_wait(); }
 #endif
@@ -50,8 +49,8 @@ template <uint RT> FN void flash_scores(THREAD FlashTile<RT> &f, THREAD FlashWei
     for (uint j = 0; j < 4; j++) {
       uint b[4];
       flash_load(b, k + (j * 8 + lane % 8) * FLASH_ROW + d + lane / 8 * 8);
-      flash_multiply(s[j], f.q[d / 16], b[0], b[1]);
-      flash_multiply(s[j], f.q[d / 16 + 1], b[2], b[3]);
+      mma16(s[j], f.q[d / 16], b[0], b[1]);
+      mma16(s[j], f.q[d / 16 + 1], b[2], b[3]);
     }
   for (uint h = 0; h < 2; h++) { // the lane's two rows
     const uint last = position + lane / 4 + h * 8;
@@ -87,8 +86,8 @@ template <uint RT> FN void flash_values(THREAD FlashTile<RT> &f, THREAD FlashWei
     for (uint d = 0; d < HEAD_DIM / 8; d += 2) {
       uint b[4];
       flash_load_transposed(b, v + (i * 16 + lane % 16) * FLASH_ROW + d * 8 + lane / 16 * 8);
-      flash_multiply(f.o[d], w.p[i], b[0], b[1]);
-      flash_multiply(f.o[d + 1], w.p[i], b[2], b[3]);
+      mma16(f.o[d], w.p[i], b[0], b[1]);
+      mma16(f.o[d + 1], w.p[i], b[2], b[3]);
     }
 }
 

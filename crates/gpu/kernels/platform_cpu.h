@@ -101,4 +101,9 @@ template <class A, class B> FN void emu_mma(mat8f &d, const emu_mat8<A> &a, cons
   const float x[6] = {sm_f(a.e[0]), sm_f(a.e[1]), sm_f(b.e[0]), sm_f(b.e[1]), c.e[0], c.e[1]};
   emu::mma8(x, d.e, f, ln);
 }
+#define mma16(d, a, b0, b1) emu_mma16(d, a, b0, b1, __FILE__, __LINE__)
+FN void emu_mma16(float (&d)[4], const uint (&a)[4], uint b0, uint b1, const char *f, int ln) {
+  const float x[6] = {as_f(a[0]), as_f(a[1]), as_f(a[2]), as_f(a[3]), as_f(b0), as_f(b1)};
+  emu::multiply16(x, d, f, ln);
+}
 #define simdgroup_multiply_accumulate(d, a, b, c) emu_mma(d, a, b, c, __FILE__, __LINE__)

@@ -65,6 +65,12 @@ FN uint simd_exclusive_sum(uint v) {
   for (uint d = 1; d < 32; d <<= 1) { const uint o = __shfl_up_sync(0xffffffffu, s, d); if (k_lane >= d) s += o; }
   return s - v;
 }
+// d[16][8] += a[16][16] b[16][8], pairs of bf16: see mma.sync m16n8k16.
+FN void mma16(float (&d)[4], const uint (&a)[4], uint b0, uint b1)
+{
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
 // 8x8 matrix over 32 lanes, two elements a lane: row lane/4, columns 2*(lane%4) and the next. The layout is this header's
 // own; kernels must not look inside.
 template <class T> struct simdgroup_matrix8 { T e[2]; };

@@ -21,11 +21,6 @@ FN void load_matrices(THREAD uint (&r)[4], uint from)
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
 }
-FN void multiply(THREAD float (&d)[4], const THREAD uint (&a)[4], uint b0, uint b1)
-{
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 #endif
 
 template <uint M, uint N, uint F, class A, class B, class E>
@@ -95,7 +90,7 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
 #pragma unroll
         for (uint i = 0; i < ROWS; i++)
 #pragma unroll
-          for (uint j = 0; j < TILES; j++) multiply(acc[i][j], fa[i][h], fw[j][2 * h], fw[j][2 * h + 1]);
+          for (uint j = 0; j < TILES; j++) mma16(acc[i][j], fa[i][h], fw[j][2 * h], fw[j][2 * h + 1]);
     }
   }
 

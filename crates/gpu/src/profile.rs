@@ -20,6 +20,8 @@ pub struct Profile {
     pub name: String,
     /// Platform of its kernel texts.
     pub platform: Platform,
+    /// Whether products of few rows may take `gemv_mma_…`: the platform has `mma.sync`, or plays it.
+    pub mma: bool,
     /// GPU cores (streaming multiprocessors).
     pub cores: u32,
     /// Bytes of threadgroup memory a threadgroup may have.
@@ -43,6 +45,7 @@ impl Profile {
         let metal = |name: &str, cores, memory, bandwidth: f64, platform| Self {
             name: name.into(),
             platform,
+            mma: false,
             cores,
             threadgroup_memory: 32 << 10,
             threads_per_core: 1024,
@@ -61,6 +64,7 @@ impl Profile {
             "cuda" | "h200" => Self {
                 name: "NVIDIA H200".into(),
                 platform: Platform::Cuda,
+                mma: true,
                 cores: 132,
                 threadgroup_memory: 48 << 10,
                 threads_per_core: 2048,
@@ -72,6 +76,7 @@ impl Profile {
             "softgpu" => Self {
                 name: "host, thread by thread".into(),
                 platform: Platform::Host,
+                mma: false,
                 cores: 8,
                 threadgroup_memory: 32 << 10,
                 threads_per_core: 1024,

@@ -15,6 +15,8 @@ pub struct Tuning {
     pub fuse_conv: bool,
     /// Decode: a norm and the projections that read it are one kernel; off: the norm is its own.
     pub fuse_norm: bool,
+    /// CUDA, products of few rows: matrix units, for which eight rows cost what one costs; off: products lane by lane.
+    pub matrix_gemv: bool,
     /// Decode: expert in-projections and the gated activation are one kernel.
     pub fuse_experts_in: bool,
     /// Decode: expert out-projections, routing scores, shared expert and residual are one kernel.
@@ -46,6 +48,7 @@ impl Default for Tuning {
             register_scan: true,
             fuse_conv: true,
             fuse_norm: true,
+            matrix_gemv: true,
             fuse_experts_in: true,
             fuse_experts_out: true,
             fuse_qk_prep: true,
@@ -72,6 +75,7 @@ impl Tuning {
         ("register_scan", |t| &mut t.register_scan),
         ("fuse_conv", |t| &mut t.fuse_conv),
         ("fuse_norm", |t| &mut t.fuse_norm),
+        ("matrix_gemv", |t| &mut t.matrix_gemv),
         ("fuse_experts_in", |t| &mut t.fuse_experts_in),
         ("fuse_experts_out", |t| &mut t.fuse_experts_out),
         ("fuse_qk_prep", |t| &mut t.fuse_qk_prep),

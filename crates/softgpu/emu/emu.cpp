@@ -259,6 +259,17 @@ void mma8(const float *v, float *d, const char *file, int line) {
   for (uint32_t k = 0; k < 8; k++) { const float a = s[mlane(r, k)][k & 1]; const float *b = s[mlane(k, q)] + 2; s0 = __builtin_fmaf(a, b[0], s0); s1 = __builtin_fmaf(a, b[1], s1); }
   d[0] = s0; d[1] = s1;
 }
+// mma.sync m16n8k16: lane l has of d and a rows l / 4 and + 8, columns 2 (l % 4) and the next (of a also + 8), of b the rows 2 (l % 4) and
+// the next (and + 8) of column l / 4.
+void multiply16(const float *v, float *d, const char *file, int line) {
+  World &w = W(); float(*s)[6] = deposit(w, MMA, v, 6, file, line); const uint32_t l = w.cur->ids.lane;
+  const auto element = [s](uint32_t lane, uint32_t word, uint32_t k) { uint32_t u; memcpy(&u, &s[lane][word], 4); u = k & 1 ? u & 0xffff0000u : u << 16; float x; memcpy(&x, &u, 4); return x; };
+  for (uint32_t i = 0; i < 4; i++) {
+    const uint32_t row = l / 4, n = l % 4 * 2 + i % 2; float sum = d[i];
+    for (uint32_t k = 0; k < 16; k++) { const uint32_t at = k % 8 / 2; sum = __builtin_fmaf(element(row * 4 + at, k / 8 * 2 + i / 2, k), element(n * 4 + at, 4 + k / 8, k), sum); }
+    d[i] = sum;
+  }
+}
 uint32_t lane() { return W().cur->ids.lane; }
 uint32_t simd() { return W().cur->ids.simd; }
 }

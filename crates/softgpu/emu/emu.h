@@ -22,6 +22,7 @@ uint32_t max(uint32_t v, const char *file, int line);
 uint32_t min(uint32_t v, const char *file, int line);
 uint32_t exclusive_sum(uint32_t v, const char *file, int line);
 uint32_t shuffle(uint32_t v, uint32_t from, const char *file, int line);
+void multiply16(const float ab[6], float d[4], const char *file, int line);   // pairs of bf16: four words of A, two of B
 void mma8(const float abc[6], float d[2], const char *file, int line);   // two elements a lane of A, B, C
 uint32_t lane();
 uint32_t simd();

@@ -49,11 +49,21 @@ fn store<'a>(weight: &'a DeviceWeight, out: Operand) -> GemvOutput<'a> {
 /// one launch against each in its own.
 #[test]
 fn bits_depend_on_the_row_and_the_matrix_alone() {
-    for (cols, profile) in
-        [(64, "softgpu"), (320, "softgpu"), (1088, "m4-max"), (2048, "h200"), (4160, "softgpu")]
-    {
+    for (cols, profile) in [
+        (64, "softgpu"),
+        (320, "softgpu"),
+        (1088, "m4-max"),
+        (2048, "m4-max"),
+        (4160, "softgpu"),
+        (64, "h200"),
+        (320, "h200"),
+        (2048, "h200"),
+        (4352, "h200"),
+    ] {
         let mut rng = Seeded::new(&format!("bits {cols}"));
-        let specs: Vec<_> = [(Q4, 70), (Q8, 9), (BF16, 33), (F32, 3), (Q4, 1), (Q8, 40)]
+        // Matrix units take no f32.
+        let rare = if profile == "h200" { BF16 } else { F32 };
+        let specs: Vec<_> = [(Q4, 70), (Q8, 9), (BF16, 33), (rare, 3), (Q4, 1), (Q8, 40)]
             .into_iter()
             .map(|(format, rows)| weight(&mut rng, format, rows + 1, cols))
             .collect();
@@ -70,6 +80,7 @@ fn bits_depend_on_the_row_and_the_matrix_alone() {
             let input = GemvInput { x: input, norm: None, keep: None, rows: rows as u32 };
             let (kernels, _) = rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
             assert_eq!(kernels.len(), 1);
+            assert_eq!(kernels[0].starts_with("gemv_mma"), profile == "h200");
             outs.iter().zip(&specs).map(|(o, (s, _))| rig.get_f32(*o, rows * s.rows)).collect()
         };
         let all = run(0, 8, None);
@@ -95,15 +106,22 @@ fn bits_depend_on_the_row_and_the_matrix_alone() {
 /// Threadgroups that take many blocks of rows, with x staged once and in tiles.
 #[test]
 fn many_blocks_of_rows() {
-    for (cols, rows) in [(1024, 1), (1024, 8), (2112, 5)] {
+    for (cols, rows, mma) in
+        [(1024, 1, false), (1024, 8, false), (2112, 5, false), (1024, 1, true), (2112, 8, true)]
+    {
         let mut rng = Seeded::new(&format!("many {cols} {rows}"));
-        let specs: Vec<_> =
-            [(Q4, 1001), (Q8, 300), (F32, 130)].map(|(f, n)| weight(&mut rng, f, n, cols)).into();
+        let specs: Vec<_> = [(Q4, 1001), (Q8, 300), (if mma { BF16 } else { F32 }, 130)]
+            .map(|(f, n)| weight(&mut rng, f, n, cols))
+            .into();
         let x: Vec<f32> = rng.activations(rows * cols, 1.5).into_iter().map(bf16).collect();
         let mut rig = Rig::new(7, "softgpu");
         rig.driver = lily_softgpu::SoftDriver::new(lily_softgpu::Options {
             // One core: everything is one wave of it.
-            profile: lily_gpu::Profile { cores: 1, ..lily_gpu::Profile::named("softgpu").unwrap() },
+            profile: lily_gpu::Profile {
+                cores: 1,
+                mma,
+                ..lily_gpu::Profile::named("softgpu").unwrap()
+            },
             ..lily_softgpu::Options::default()
         });
         let weights = rig.weights(&specs);
@@ -112,7 +130,8 @@ fn many_blocks_of_rows() {
             specs.iter().map(|(s, _)| rig.room(ElementType::F32, rows * s.rows)).collect();
         let outputs: Vec<GemvOutput> =
             weights.iter().zip(&outs).map(|(w, o)| store(w, *o)).collect();
-        rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
+        let (kernels, _) = rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
+        assert_eq!(kernels[0] == "gemv_mma_2", mma);
         for ((spec, w), out) in specs.iter().zip(&outs) {
             let got = rig.get_f32(*out, rows * spec.rows);
             close(
@@ -131,9 +150,13 @@ fn fused_forms_have_the_bits_of_the_chain() {
     for (cols, rows, profile) in [
         (64, 1, "softgpu"),
         (192, 2, "softgpu"),
-        (1088, 3, "h200"),
+        (1088, 3, "softgpu"),
+        (1088, 2, "h200"),
         (2048, 8, "softgpu"),
         (2048, 1, "m4-max"),
+        (64, 1, "h200"),
+        (2048, 2, "h200"),
+        (4096, 1, "h200"),
     ] {
         let mut rng = Seeded::new(&format!("fused {cols} {rows}"));
         let specs: Vec<_> = [(Q4, 50), (Q4, 50), (Q8, 7), (F32, 1), (Q4, 21)]

@@ -126,7 +126,6 @@ static void copy_wait() {
   own_copies().clear();
 }
 template <class T> static void load_matrices(unsigned (&r)[4], const T *row) { flash_load(r, row); }
-static void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { flash_multiply(d, a, b0, b1); }
 "#;
 
 #[test]

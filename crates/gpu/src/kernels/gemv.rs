@@ -18,11 +18,11 @@ kernel_args! {
         end: u32,
         /// 0: bf16, 1: f32, 2: added to the residual stream, 3: gated.
         epilogue: u32,
-        /// Lanes that share a row.
+        /// Lanes that share a row; of `gemv_mma_…` simdgroups that share a tile.
         lanes: u32,
     }
 
-    /// Of all `gemv_…`.
+    /// Of all `gemv_…` and `gemv_mma_…`.
     pub struct GemvArgs {
         /// Rows of x.
         rows: u32,
@@ -154,7 +154,65 @@ const SIMDS: u32 = 8;
 /// Whether a norm is worth repeating in every threadgroup of the launch, rather than being a kernel of its own: for few rows,
 /// and not for a launch as large as that of the logits.
 pub fn fuses_norm(profile: &Profile, rows: u32, simdgroups: u32, cols: u32) -> bool {
-    rows <= 2 && cols.is_multiple_of(8) && simdgroups <= profile.cores * 512
+    let (most_cols, most_rows) = if profile.mma { MMA_STAGED } else { (u32::MAX, 2) };
+    rows <= most_rows
+        && cols <= most_cols
+        && cols.is_multiple_of(8)
+        && simdgroups <= profile.cores * 512
+}
+
+/// Rows of a matrix that a simdgroup takes at once for the matrix units.
+const TILE_ROWS: u32 = 16;
+
+/// Columns of rows that `gemv_mma_…` normalizes on the way, and such rows.
+const MMA_STAGED: (u32, u32) = (4096, 2);
+
+/// Whether matrix units can take the launch.
+fn matrix_units(c: &Context, input: &GemvInput, outputs: &[GemvOutput]) -> bool {
+    let cols = outputs[0].weight.matrix.cols;
+    let staged = input.norm.is_none() || (cols <= MMA_STAGED.0 && input.rows <= MMA_STAGED.1);
+    c.profile.mma
+        && c.tuning.matrix_gemv
+        && staged
+        && cols.is_multiple_of(lily_ops::plan::GROUP as u32)
+        && outputs.iter().all(|o| o.weight.matrix.format <= 2)
+}
+
+/// Simdgroups that share a tile's columns: so many that a matrix of the real model fills the device. The matrix alone decides, since
+/// sums depend on it.
+pub fn split(matrix: &Matrix) -> u32 {
+    let tiles = matrix.rows.div_ceil(TILE_ROWS);
+    match tiles {
+        0..512 => 8,
+        512..2048 => 4,
+        _ => 1,
+    }
+}
+
+/// How a launch for the matrix units is cut.
+fn mma_policy(profile: &Profile, outputs: &[GemvOutput]) -> Policy {
+    let tasks = |o: &GemvOutput| {
+        let matrix = &o.weight.matrix;
+        matrix.rows.div_ceil(TILE_ROWS) * members(o) * split(matrix)
+    };
+    let needed: u32 = outputs.iter().map(tasks).sum();
+    let resident = profile.cores * (profile.threads_per_core / RESIDENT_SHARE / 32);
+    // Pairs of matrices need both tiles in one simdgroup; else two share what is read of x, where there is enough for all cores.
+    let pairs = outputs.iter().any(|o| members(o) == 2);
+    let (kernel, rows) =
+        if pairs || needed >= resident { ("gemv_mma_2", 2) } else { ("gemv_mma_1", 1) };
+    let total = needed.div_ceil(rows);
+    Policy { kernel, rows, simds: SIMDS, repeat: (total / resident).max(1) }
+}
+
+/// The entry of an output whose threadgroups begin at `end`, which moves behind them.
+fn mma_entry(output: &GemvOutput, policy: Policy, end: &mut u32) -> GemvMatrix {
+    let split = split(&output.weight.matrix);
+    let block = SIMDS / split * policy.rows / members(output) * TILE_ROWS;
+    let mut entry = matrix_entry(output, policy, &mut 0);
+    *end += entry.weight.rows.div_ceil(block * policy.repeat);
+    (entry.lanes, entry.end) = (split, *end);
+    entry
 }
 
 /// Simdgroups that a matrix needs if each lane works on one row.
@@ -187,7 +245,9 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     debug_assert_eq!(x.element == ElementType::F32, norm.is_some());
     debug_assert!(keep.is_none() || norm.is_some());
     let needed = outputs.iter().map(|o| simdgroups(o.weight) * members(o)).sum();
-    let policy = policy(c.profile, rows, needed);
+    let units = matrix_units(c, &input, outputs);
+    let policy =
+        if units { mma_policy(c.profile, outputs) } else { policy(c.profile, rows, needed) };
     let mut args = GemvArgs {
         rows,
         cols,
@@ -203,7 +263,10 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     let mut end = 0;
     for (entry, output) in args.matrices.iter_mut().zip(outputs) {
         debug_assert_eq!(output.weight.matrix.cols, cols);
-        *entry = matrix_entry(output, policy, &mut end);
+        *entry = match units {
+            true => mma_entry(output, policy, &mut end),
+            false => matrix_entry(output, policy, &mut end),
+        };
     }
     let residual = outputs.iter().find_map(|o| match o.epilogue {
         Epilogue::AddTo(residual) => Some(residual),

@@ -6,7 +6,6 @@ pub const PRELUDE: &str = r#"
 #define FLASH_PAD 0u
 #include "emu.h"
 #include <cstring>
-static inline float mma_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
 static inline unsigned mma_shuffle(unsigned x, unsigned lane) { return emu::shuffle(x, lane, "mma", 1); }
 template <class T> static inline const T *mma_row(const T *own, unsigned lane) {
   const unsigned long at = (unsigned long)own;
@@ -36,20 +35,4 @@ static inline void flash_copy(unsigned *to, const void *from, bool there) {
   else memset(to, 0, 16);
 }
 static inline void flash_wait() {}
-// d[16][8] += a[16][16] · b[16][8]: lane l has of d and a rows l / 4 and + 8, columns 2 (l % 4) and the next (of a also + 8), of b
-// the rows 2 (l % 4) and the next (and + 8) of column l / 4.
-static inline void flash_multiply(float *d, const unsigned *a, unsigned b0, unsigned b1) {
-  const unsigned l = emu::lane(), column = l % 4 * 2;
-  for (unsigned k = 0; k < 16; k += 2) {
-    const unsigned in = k % 8 / 2, from = l / 4 * 4 + in, high = k / 8;
-    const unsigned low_rows = mma_shuffle(a[high * 2], from), high_rows = mma_shuffle(a[high * 2 + 1], from);
-    const unsigned b = high ? b1 : b0, left = mma_shuffle(b, column * 4 + in), right = mma_shuffle(b, (column + 1) * 4 + in);
-    for (unsigned e = 0; e < 2; e++) {
-      const unsigned shift = 16 - 16 * e, mask = 0xffff0000u;
-      const float x = mma_float(low_rows << shift & mask), y = mma_float(high_rows << shift & mask);
-      const float p = mma_float(left << shift & mask), q = mma_float(right << shift & mask);
-      d[0] += x * p; d[1] += x * q; d[2] += y * p; d[3] += y * q;
-    }
-  }
-}
 "#;
