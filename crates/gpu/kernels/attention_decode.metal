@@ -250,51 +250,60 @@ ATTENTION_DECODE(attention_fixed_unpacked, 1u, true, true)
 ATTENTION_DECODE(attention_fixed_strided, ATTENTION_PACK, false, true)
 ATTENTION_DECODE(attention_fixed_unpacked_strided, 1u, false, true)
 
-// Combines the splits of head k_group.x of segment k_group.y: simdgroup s takes the splits s, s + 8, …, then the eight are summed
-// in order.
+// Combines the splits of a head of segment k_group.y: simdgroup s takes the splits s, s + 8, …, then the eight are summed
+// in order. COMBINE_PARTS threadgroups share a head, each has COMBINE_ELEMENTS of every lane's elements.
 #define COMBINE_SIMDS 8u
+#if HEAD_DIM % 128u == 0u
+#define COMBINE_PARTS 4u
+#else
+#define COMBINE_PARTS 1u
+#endif
+#define COMBINE_ELEMENTS (LANE_ELEMENTS / COMBINE_PARTS)
+#define COMBINE_DIM (HEAD_DIM / COMBINE_PARTS)
 FN void combine_splits(const DEVICE float *partial, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, CONSTANT AttentionArgs &p,
     TG float *part, TG float *ls, uint3 group, uint lane, uint simd)
 {
+  const uint first = group.x % COMBINE_PARTS * COMBINE_ELEMENTS;
   inputs_ready();
   const uint len = headers[segments[group.y].slot].position + 1;
   const uint size = split_tokens(len, p.most_splits, p.fixed_from), splits = (len + size - 1) / size;
-  const ulong at = (ulong(group.y) * p.heads + group.x) * p.splits;
+  const ulong at = (ulong(group.y) * p.heads + group.x / COMBINE_PARTS) * p.splits;
   const DEVICE float *ml = partial + p.sums_at + at * 2;
-  float most = ATTENTION_LEAST, l = 0.0f, o[LANE_ELEMENTS];
+  float most = ATTENTION_LEAST, l = 0.0f, o[COMBINE_ELEMENTS];
   for (uint s = lane; s < splits; s += 32) most = fmax(most, ml[s * 2]);
   most = simd_max(most);
-  for (uint e = 0; e < LANE_ELEMENTS; e++) o[e] = 0.0f;
+  for (uint e = 0; e < COMBINE_ELEMENTS; e++) o[e] = 0.0f;
   // Four splits at a time, so that their loads overlap.
   for (uint s = simd; s < splits; s += COMBINE_SIMDS * 4) {
-    float x[4][LANE_ELEMENTS], m[4], sum[4];
+    float x[4][COMBINE_ELEMENTS], m[4], sum[4];
 #pragma unroll
     for (uint i = 0; i < 4; i++) {
       const uint at_split = min(s + i * COMBINE_SIMDS, splits - 1);
       m[i] = ml[at_split * 2];
       sum[i] = ml[at_split * 2 + 1];
-      for (uint e = 0; e < LANE_ELEMENTS; e++) x[i][e] = partial[(at + at_split) * HEAD_DIM + e * 32 + lane];
+      for (uint e = 0; e < COMBINE_ELEMENTS; e++) x[i][e] = partial[(at + at_split) * HEAD_DIM + (first + e) * 32 + lane];
     }
 #pragma unroll
     for (uint i = 0; i < 4; i++) {
       if (s + i * COMBINE_SIMDS >= splits) continue;
       const float weight = exp2(m[i] - most);
       l = fma(weight, sum[i], l);
-      for (uint e = 0; e < LANE_ELEMENTS; e++) o[e] = fma(weight, x[i][e], o[e]);
+      for (uint e = 0; e < COMBINE_ELEMENTS; e++) o[e] = fma(weight, x[i][e], o[e]);
     }
   }
-  for (uint e = 0; e < LANE_ELEMENTS; e++) part[simd * HEAD_DIM + e * 32 + lane] = o[e];
+  for (uint e = 0; e < COMBINE_ELEMENTS; e++) part[simd * COMBINE_DIM + e * 32 + lane] = o[e];
   if (lane == 0) ls[simd] = l;
   tg_barrier();
 }
 
-// Element d of the combined head.
-FN float combined(const TG float *part, const TG float *ls, uint d)
+// Element i of the threadgroup's part of the combined head, and which element of the head that is.
+FN uint combined_at(uint group, uint i) { return i / COMBINE_ELEMENTS * LANE_ELEMENTS + group % COMBINE_PARTS * COMBINE_ELEMENTS + i % COMBINE_ELEMENTS; }
+FN float combined(const TG float *part, const TG float *ls, uint i)
 {
-  const uint at = d % LANE_ELEMENTS * 32 + d / LANE_ELEMENTS;
+  const uint at = i % COMBINE_ELEMENTS * 32 + i / COMBINE_ELEMENTS;
   float x = 0.0f, l = 0.0f;
   for (uint s = 0; s < COMBINE_SIMDS; s++) {
-    x += part[s * HEAD_DIM + at];
+    x += part[s * COMBINE_DIM + at];
     l += ls[s];
   }
   return x / l;
@@ -303,23 +312,25 @@ FN float combined(const TG float *part, const TG float *ls, uint d)
 KERNEL(attention_combine, 256, IN(0, float, partial), IN(1, SlotHeader, headers), IN(2, SegmentEntry, segments), OUT(3, bf16, out),
     ARGS(4, AttentionArgs, p))
 {
-  SHARED(float, part, COMBINE_SIMDS * HEAD_DIM);
+  SHARED(float, part, COMBINE_SIMDS * COMBINE_DIM);
   SHARED(float, ls, COMBINE_SIMDS);
   combine_splits(partial, headers, segments, p, part, ls, k_group, k_lane, k_simd);
-  const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x;
-  for (uint d = k_thread.x; d < HEAD_DIM; d += 32 * COMBINE_SIMDS) out[head * HEAD_DIM + d] = to_bf16(combined(part, ls, d));
+  const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x / COMBINE_PARTS;
+  for (uint i = k_thread.x; i < COMBINE_DIM; i += 32 * COMBINE_SIMDS)
+    out[head * HEAD_DIM + combined_at(k_group.x, i)] = to_bf16(combined(part, ls, i));
 }
 
 // With the output gate, which lies behind the head's query.
 KERNEL(attention_combine_gated, 256, IN(0, float, partial), IN(1, SlotHeader, headers), IN(2, SegmentEntry, segments), IN(3, bf16, qg),
     OUT(4, bf16, out), ARGS(5, AttentionArgs, p))
 {
-  SHARED(float, part, COMBINE_SIMDS * HEAD_DIM);
+  SHARED(float, part, COMBINE_SIMDS * COMBINE_DIM);
   SHARED(float, ls, COMBINE_SIMDS);
   combine_splits(partial, headers, segments, p, part, ls, k_group, k_lane, k_simd);
-  const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x;
-  for (uint d = k_thread.x; d < HEAD_DIM; d += 32 * COMBINE_SIMDS) {
+  const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x / COMBINE_PARTS;
+  for (uint i = k_thread.x; i < COMBINE_DIM; i += 32 * COMBINE_SIMDS) {
+    const uint d = combined_at(k_group.x, i);
     const float gate = sigmoid(f32(qg[(head * 2 + 1) * HEAD_DIM + d]));
-    out[head * HEAD_DIM + d] = to_bf16(combined(part, ls, d) * gate);
+    out[head * HEAD_DIM + d] = to_bf16(combined(part, ls, i) * gate);
   }
 }

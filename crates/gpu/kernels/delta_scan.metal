@@ -1,5 +1,7 @@
 // The gated delta rule, token by token. Per value head, with the state S [VALUE_DIM][KEY_DIM]:
 //   S = g S (decay), m = S k (recall), d = (v - m) beta, S = S + d k^T (update), y = S q (read).
+// The read is taken before the update, beside the recall, and completed: y = S q + d (k q). So a token waits for one sum over the lanes, not
+// for two.
 //
 // A simdgroup keeps R rows of S in registers, LANE_DIM neighbouring elements of each a lane, from the first token to the last. Only
 // v, d and y belong to a row: k and q are loaded and converted once for R rows. Every form of the scan goes through
@@ -31,30 +33,28 @@ template <uint R> FN float rows_sum(THREAD float *v, uint lane)
 // One token for R rows. v: of the row that this lane answers for (l R / 32); so is the result y.
 template <uint R> FN float delta_token(THREAD float *s, const THREAD float *k, const THREAD float *q, float v, float g, float beta, uint lane)
 {
-  float m[R];
+  float m[R], y[R], kq = 0.0f;
+#pragma unroll
+  for (uint e = 0; e < LANE_DIM; e++) kq = fma(k[e], q[e], kq);
+  kq = simd_sum(kq);
 #pragma unroll
   for (uint r = 0; r < R; r++) {
-    float sum = 0.0f;
+    m[r] = y[r] = 0.0f;
 #pragma unroll
     for (uint e = 0; e < LANE_DIM; e++) {
       s[r * LANE_DIM + e] *= g;
-      sum = fma(s[r * LANE_DIM + e], k[e], sum);
+      m[r] = fma(s[r * LANE_DIM + e], k[e], m[r]);
+      y[r] = fma(s[r * LANE_DIM + e], q[e], y[r]);
     }
-    m[r] = sum;
   }
-  const float d = (v - rows_sum<R>(m, lane)) * beta;
+  const float recall = rows_sum<R>(m, lane), read = rows_sum<R>(y, lane), d = (v - recall) * beta;
 #pragma unroll
   for (uint r = 0; r < R; r++) {
     const float dr = simd_shuffle(d, r * (32u / R));
-    float sum = 0.0f;
 #pragma unroll
-    for (uint e = 0; e < LANE_DIM; e++) {
-      s[r * LANE_DIM + e] = fma(dr, k[e], s[r * LANE_DIM + e]);
-      sum = fma(s[r * LANE_DIM + e], q[e], sum);
-    }
-    m[r] = sum;
+    for (uint e = 0; e < LANE_DIM; e++) s[r * LANE_DIM + e] = fma(dr, k[e], s[r * LANE_DIM + e]);
   }
-  return rows_sum<R>(m, lane);
+  return fma(d, kq, read);
 }
 
 template <uint R> FN void delta_rows_load(const DEVICE float *state, THREAD float *s, uint lane)

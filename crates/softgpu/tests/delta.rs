@@ -307,8 +307,8 @@ fn chunked(form: &Form, chunks: &[usize]) -> (Vec<f32>, (Vec<u8>, Vec<u8>), Worl
 
 #[test]
 fn neither_chunks_nor_forms_change_a_bit() {
-    // 8 cores: four rows a simdgroup.
-    let plain = form(&["fuse_scan_norm"], 8);
+    // 4 cores: four rows a simdgroup.
+    let plain = form(&["fuse_scan_norm"], 4);
     let (out, state, world) = chunked(&plain, &[70]);
     assert_eq!(world.kernels, ["conv_prep", "delta_scan_4", "gated_rms_norm"]);
     for chunks in [vec![1; 70], vec![3, 2, 1, 32, 32], vec![33, 37]] {
@@ -316,17 +316,17 @@ fn neither_chunks_nor_forms_change_a_bit() {
         assert!(got.0 == out && got.1 == state, "chunks of {chunks:?}");
     }
     // Rows a simdgroup: by the device's cores.
-    for (cores, kernel) in [(2, "delta_scan_8"), (20, "delta_scan_2"), (40, "delta_scan_1")] {
+    for (cores, kernel) in [(1, "delta_scan_8"), (10, "delta_scan_2"), (20, "delta_scan_1")] {
         let got = chunked(&form(&["fuse_scan_norm"], cores), &[3, 2, 65]);
         assert!(got.2.kernels.contains(&kernel), "{:?}", got.2.kernels);
         assert!(got.0 == out && got.1 == state, "{kernel}");
     }
     // Blocks of 32 tokens through memory: three for 70 tokens.
-    let got = chunked(&form(&["fuse_scan_norm", "register_scan"], 8), &[70]);
+    let got = chunked(&form(&["fuse_scan_norm", "register_scan"], 4), &[70]);
     assert_eq!(got.2.kernels.iter().filter(|k| **k == "delta_scan_4").count(), 3);
     assert!(got.0 == out && got.1 == state, "blocks");
     // The fused decode kernel: its state has the same bits, its result is one rounding nearer.
-    let got = chunked(&form(&[], 8), &[vec![60], vec![1; 10]].concat());
+    let got = chunked(&form(&[], 4), &[vec![60], vec![1; 10]].concat());
     assert_eq!(got.2.kernels.iter().filter(|k| **k == "scan_norm_4").count(), 10);
     assert!(got.1 == state, "the fused kernel's state");
     near(&got.0, &out, 0.01);
@@ -344,8 +344,8 @@ fn near(got: &[f32], want: &[f32], relative: f32) {
 
 #[test]
 fn the_fused_chain_is_the_separate_kernels() {
-    let (fused, fused_state, _) = chunked(&form(&[], 8), &[1, 2, 3, 30, 1, 1]);
-    let off = form(&["fuse_conv", "fuse_scan_norm"], 8);
+    let (fused, fused_state, _) = chunked(&form(&[], 4), &[1, 2, 3, 30, 1, 1]);
+    let off = form(&["fuse_conv", "fuse_scan_norm"], 4);
     let (apart, state, world) = chunked(&off, &[1, 2, 3, 30, 1, 1]);
     let first = ["causal_conv", "qk_l2_norm", "delta_gates", "delta_scan_4", "gated_rms_norm"];
     assert_eq!(world.kernels[..5], first);
@@ -359,7 +359,7 @@ fn the_fused_chain_is_the_separate_kernels() {
 
 #[test]
 fn slots_of_either_parity_in_one_step() {
-    let plain = form(&[], 8);
+    let plain = form(&[], 4);
     // Each slot alone.
     let mut alone = Vec::new();
     for (slot, rows) in [[2, 3, 1], [1, 1, 1], [40, 2, 1]].iter().enumerate() {
@@ -390,7 +390,7 @@ fn slots_of_either_parity_in_one_step() {
 
 #[test]
 fn layers_do_not_wait_for_each_other_and_a_layers_kernels_do() {
-    let mut world = World::new(&form(&[], 8), [0, 0, 0]);
+    let mut world = World::new(&form(&[], 4), [0, 0, 0]);
     let list = world.step(&[(0, 2), (1, 1)]);
     assert_eq!(list.stages.len(), 3, "a chain of three kernels");
     let share = |layer: usize| world.tables.recurrent(layer, LAYERS).hazard;

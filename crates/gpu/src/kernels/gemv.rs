@@ -202,7 +202,7 @@ fn mma_policy(profile: &Profile, outputs: &[GemvOutput]) -> Policy {
     let (kernel, rows) =
         if pairs || needed >= resident { ("gemv_mma_2", 2) } else { ("gemv_mma_1", 1) };
     let total = needed.div_ceil(rows);
-    Policy { kernel, rows, simds: SIMDS, repeat: (total / resident).max(1) }
+    Policy { kernel, rows, simds: SIMDS, repeat: total.div_ceil(resident).max(1) }
 }
 
 /// The entry of an output whose threadgroups begin at `end`, which moves behind them.

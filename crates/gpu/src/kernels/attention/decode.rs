@@ -17,6 +17,8 @@ pub const SPLIT_TOKENS: u32 = 64;
 const SIMDS: u32 = 4;
 /// Likewise of the combination.
 const COMBINE_SIMDS: u32 = 8;
+/// Threadgroups that share the combination of a head of whole lines of 128 elements.
+const COMBINE_PARTS: u32 = 4;
 /// Threadgroups for each core that one slot's splits should make. Two hide each other's memory latency; more only make
 /// more partial sums: 1,032 bytes for a head and split against 65,536 of K and V.
 const GROUPS_A_CORE: u32 = 2;
@@ -155,7 +157,15 @@ pub fn attention_decode_from(
         None => ("attention_combine", 0),
     };
     let traffic = partial + gates + attend.row_bytes(c);
-    r.dispatch(kernel, [attend.heads, segments, 1], 32 * COMBINE_SIMDS, bindings, &args, traffic);
+    let parts = if c.shape.head_dim.is_multiple_of(128) { COMBINE_PARTS } else { 1 };
+    r.dispatch(
+        kernel,
+        [attend.heads * parts, segments, 1],
+        32 * COMBINE_SIMDS,
+        bindings,
+        &args,
+        traffic,
+    );
 }
 
 fn split_kernel(tuning: &Tuning, fixed: bool) -> &'static str {
