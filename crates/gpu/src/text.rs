@@ -154,6 +154,7 @@ pub const EARLY: &[&str] = &[
     "conv_prep",
     "decode_experts",
     "decode_experts_out",
+    "decode_experts_routed",
     "gemv_1x2",
     "gemv_1x4",
     "gemv_2x2",

@@ -338,3 +338,41 @@ fn a_fused_rows_bits_do_not_depend_on_the_number_of_rows() {
         assert_eq!(of(rows)[..], eight[..rows * 70], "{rows} rows");
     }
 }
+
+/// Selection and in-projections in one kernel against a kernel each: ids, scores and results, bit for bit.
+#[test]
+fn experts_selected_on_the_way_are_those_of_the_router() {
+    let mut rig = rig();
+    for (rows, experts, k) in [(1usize, 256usize, 8usize), (3, 40, 3), (8, 7, 1)] {
+        let (width, cols) = (40, 64);
+        let gate = rig.weight(Q4, experts, width, cols);
+        let up = rig.weight(Q4, experts, width, cols);
+        let x = rig.random(rows * cols);
+        let mut logits = rig.random(rows * experts);
+        logits[0] = logits[1]; // equal ones
+        let (x, logits) = (rig.bf16(&x), rig.f32(&logits));
+        let entries = rows * k;
+        let mut results = Vec::new();
+        for routed in [false, true] {
+            let ids = rig.empty(entries, ElementType::U32);
+            let weights = rig.empty(entries, ElementType::F32);
+            let out = rig.empty(entries * width, ElementType::Bf16);
+            let (n, k) = (rows as u32, k as u32);
+            let selection = Selection { logits, rows: n, experts: experts as u32, k, ids, weights };
+            let (gate, up) = (&gate.device, &up.device);
+            let op = ExpertsIn { x, ids, rows: n, k, gate, up, out };
+            let kernels = rig.run(|r, c, scratch| {
+                assert!(moe::fits_routed(c, &selection, gate, up));
+                if routed {
+                    return moe::decode_experts_routed(r, &selection, &op);
+                }
+                route::router(r, c, &selection);
+                moe::experts_in(r, c, scratch, None, &op);
+            });
+            assert_eq!(kernels.len(), if routed { 1 } else { 2 });
+            results.push((rig.read_u32(ids), rig.read_f32(weights), rig.read_f32(out)));
+        }
+        assert_eq!(results[0], results[1], "{rows} rows, {k} of {experts}");
+        assert!(results[0].2.iter().all(|x| x.is_finite()));
+    }
+}
