@@ -262,7 +262,7 @@ fn inspection(
 ) -> anyhow::Result<Inspection> {
     let device = args.compute.device()?;
     let context = args.context.unwrap_or(CONTEXT.min(config.max_position_embeddings));
-    let chunk = args.compute.chunk;
+    let chunk = args.compute.chunk();
     let options = EngineOptions::new(context, 1, chunk);
     Ok(Inspection {
         source,

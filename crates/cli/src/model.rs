@@ -111,7 +111,7 @@ impl Opened {
 
     /// The model on the device, for one session of `context` tokens.
     pub fn engine(&self, compute: &ComputeArgs, context: usize) -> anyhow::Result<Engine> {
-        self.prepare(compute, EngineOptions::new(context, 1, compute.chunk))
+        self.prepare(compute, EngineOptions::new(context, 1, compute.chunk()))
     }
 
     /// As [`engine`](Self::engine), for a session that keeps checkpoints.
@@ -122,7 +122,7 @@ impl Opened {
     ) -> anyhow::Result<Engine> {
         let all = snapshot_bytes(&self.model.plan, context).saturating_mul(MAX_CHECKPOINTS as u64);
         let snapshot_bytes = all.min(MAX_CHECKPOINT_BYTES as u64);
-        let options = EngineOptions::new(context, 1, compute.chunk);
+        let options = EngineOptions::new(context, 1, compute.chunk());
         self.prepare(compute, EngineOptions { snapshot_bytes, ..options })
     }
 

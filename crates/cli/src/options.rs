@@ -15,6 +15,9 @@ use crate::failure::Failure;
 /// tokens, small enough that Ctrl-C is seen soon.
 const CHUNK: usize = 512;
 
+/// Likewise on a GPU: matrix units want many rows of each expert.
+const GPU_CHUNK: usize = 4096;
+
 /// How the model is computed.
 #[derive(Args, Clone, Debug)]
 pub struct ComputeArgs {
@@ -37,12 +40,20 @@ pub struct ComputeArgs {
     #[arg(long, help_heading = "Computing")]
     pub precise: bool,
 
-    /// Most prompt tokens computed at once. More is faster and takes more scratch memory.
-    #[arg(long, value_name = "N", default_value_t = CHUNK, value_parser = count, help_heading = "Computing")]
-    pub chunk: usize,
+    /// Most prompt tokens computed at once. More is faster and takes more scratch memory. Default: 512, on a GPU 4096.
+    #[arg(long, value_name = "N", value_parser = count, help_heading = "Computing")]
+    pub chunk: Option<usize>,
 }
 
 impl ComputeArgs {
+    /// Most prompt tokens computed at once.
+    pub fn chunk(&self) -> usize {
+        self.chunk.unwrap_or(match self.device {
+            DeviceName::Cpu => CHUNK,
+            _ => GPU_CHUNK,
+        })
+    }
+
     pub fn precision(&self) -> Precision {
         match self.precise {
             true => Precision::Precise,

@@ -173,7 +173,7 @@ fn generator(
         let kept = snapshot_bytes(plan, context).saturating_mul(4 * args.parallel as u64);
         EngineOptions {
             snapshot_bytes: kept.min(MOST_KEPT),
-            ..EngineOptions::new(context, args.parallel, args.compute.chunk)
+            ..EngineOptions::new(context, args.parallel, args.compute.chunk())
         }
     };
     let options = options(match args.ctx {

@@ -60,7 +60,7 @@ fn main() {
             .expect("an NVIDIA GPU");
     let profile = driver.profile().clone();
     // As a program does for so many slots.
-    let profile = lily_gpu::Profile { mma: profile.mma && slots > 1, ..profile };
+    tuning.matrix_gemv &= slots > 1;
     let layout = SlabLayout::new(&plan, profile.max_buffer).expect("slabs");
     let slabs: Vec<_> = layout
         .slabs

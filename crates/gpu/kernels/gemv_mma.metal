@@ -3,7 +3,8 @@
 // cost what one costs. A simdgroup has T tiles of 16 rows and a share of the columns, `split` simdgroups share a tile. Codes become bf16
 // exactly, whatever the order of the columns inside a group of 64: x is put in the order in which codes come apart. Each group is summed
 // on its own and then scaled. The order of a sum depends on the matrix alone: groups ascending in a simdgroup, then simdgroups ascending.
-// Lane l has rows l / 4 and l / 4 + 8 of the tile and elements 16 (l % 4) on of a group; of x row l / 4.
+// Lane l has rows l / 4 and l / 4 + 8 of the tile and 16 elements of a group, those from 16 (l % 4) on; of x row l / 4. Of two groups of
+// 4-bit codes the four lanes of a row read 64 bytes and then swap halves, which puts the lanes' elements in the order 0, 32, 16, 48.
 // Bytes: the matrices once, codes and scales; x once a tile and group, out of a cache.
 
 // Two codes below 16, at the words' halves, as bf16: behind 128 in a mantissa of 7 bits, from which 128 is taken.
@@ -21,6 +22,9 @@ FN uint code_pair(uint v)
 // Words of a group of 64 columns; of it one lane's.
 template <uint F> FN constexpr uint group_words() { return F == Q4 ? 8 : F == Q8 ? 16 : 32; }
 template <uint F> FN constexpr uint lane_words() { return group_words<F>() / 4; }
+
+// Whether lanes read 16 bytes of two groups at once.
+template <uint F, uint C> FN constexpr bool swaps() { return F == Q4 && C % 2 == 0; }
 
 // Which rows a simdgroup has, and which groups of columns.
 struct MmaPlace {
@@ -60,10 +64,17 @@ FN void load_chunk(const THREAD Rows (&m)[T], const THREAD MmaPlace &at, uint ti
     for (uint h = 0; h < 2; h++) {
       const uint row = min(at.row + t * tile_step + h * 8, at.rows - 1);
       const ulong group = ulong(row) * at.groups + chunk * C;
-      const DEVICE uint *from = m[t].codes + group * group_words<F>() + at.part * W;
+      const DEVICE uint *from = m[t].codes + group * group_words<F>() + at.part * (swaps<F, C>() ? 4 : W);
 #pragma unroll
       for (uint c = 0; c < C; c++, from += group_words<F>()) {
-        if (F == Q4) {
+        if (swaps<F, C>()) {
+          if (c % 2 == 1) continue;
+          const uint4 v = load4(from);
+          to.w[t][h][c * W] = v.x;
+          to.w[t][h][c * W + 1] = v.y;
+          to.w[t][h][c * W + 2] = v.z;
+          to.w[t][h][c * W + 3] = v.w;
+        } else if (F == Q4) {
           const uint2 v = load2(from);
           to.w[t][h][c * W] = v.x;
           to.w[t][h][c * W + 1] = v.y;
@@ -147,16 +158,37 @@ FN void load_x(const THREAD MmaInput &in, uint row, uint word, THREAD uint *x)
   x[4] = b.x; x[5] = b.y; x[6] = b.z; x[7] = b.w;
 }
 
+// Of four words the first two are the first group's afterwards, the others the second's.
+FN void swap_halves(THREAD uint *w, bool second)
+{
+  const uint a = simd_shuffle_xor(second ? w[0] : w[2], 2), b = simd_shuffle_xor(second ? w[1] : w[3], 2);
+  if (second) {
+    w[0] = a;
+    w[1] = b;
+  } else {
+    w[2] = a;
+    w[3] = b;
+  }
+}
+
 // Adds a chunk's products to y: of each tile rows l / 4 and + 8, columns 2 (l % 4) and the next.
 template <uint F, uint T, uint C>
-FN void multiply_chunk(const THREAD MmaChunk<F, T, C> &w, const THREAD MmaInput &in, uint chunk, uint lane, THREAD float (&y)[T][4])
+FN void multiply_chunk(THREAD MmaChunk<F, T, C> &w, const THREAD MmaInput &in, uint chunk, uint lane, THREAD float (&y)[T][4])
 {
   constexpr uint W = lane_words<F>();
-  const uint part = lane % 4;
+  const uint part = lane % 4, place = swaps<F, C>() ? part % 2 * 2 + part / 2 : part;
+  if (swaps<F, C>()) {
+#pragma unroll
+    for (uint t = 0; t < T; t++)
+#pragma unroll
+      for (uint h = 0; h < 2; h++)
+#pragma unroll
+        for (uint i = 0; i < C * W; i += 4) swap_halves(w.w[t][h] + i, part >= 2);
+  }
 #pragma unroll
   for (uint c = 0; c < C; c++) {
     uint x[8], xs[8];
-    load_x(in, lane / 4, (chunk * C + c) * 32 + part * 8, x);
+    load_x(in, lane / 4, (chunk * C + c) * 32 + place * 8, x);
     float left = 0.0f, right = 0.0f; // sums of the lane's two columns
     if (F == Q4 || F == Q8) {
       float sum = 0.0f;

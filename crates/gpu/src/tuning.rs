@@ -33,6 +33,8 @@ pub struct Tuning {
     pub coalesced_kv: bool,
     /// Four query heads that share a KV head share a threadgroup's reads; off: one head a simdgroup.
     pub pack_heads: bool,
+    /// CUDA, attention of decode steps: matrix units, all heads that share a KV head at once; off: products lane by lane.
+    pub matrix_attention: bool,
     /// At 32K tokens and above attention is split at fixed blocks of whole pages, where the shape allows.
     pub fixed_block: bool,
     /// Dispatches without a data dependency run together; off: one after another.
@@ -59,6 +61,7 @@ impl Default for Tuning {
             token_handoff: true,
             coalesced_kv: true,
             pack_heads: true,
+            matrix_attention: true,
             fixed_block: true,
             concurrent: true,
             reuse_buffers: true,
@@ -87,6 +90,7 @@ impl Tuning {
         ("token_handoff", |t| &mut t.token_handoff),
         ("coalesced_kv", |t| &mut t.coalesced_kv),
         ("pack_heads", |t| &mut t.pack_heads),
+        ("matrix_attention", |t| &mut t.matrix_attention),
         ("fixed_block", |t| &mut t.fixed_block),
         ("concurrent", |t| &mut t.concurrent),
         ("reuse_buffers", |t| &mut t.reuse_buffers),

@@ -34,6 +34,8 @@ struct Scene {
     /// GPU cores of the device.
     cores: u32,
     gated: bool,
+    /// Whether the device has `mma.sync`.
+    mma: bool,
     platform: Platform,
     /// Kernel text to put in front.
     prelude: &'static str,
@@ -56,6 +58,7 @@ fn scene(
         tuning: Tuning::default(),
         cores: 8,
         gated: false,
+        mma: false,
         platform: Platform::Host,
         prelude: "",
     }
@@ -143,6 +146,8 @@ impl Scene {
     fn run(&self) -> Ran {
         let profile = Profile {
             cores: self.cores,
+            mma: self.mma,
+            threadgroup_memory: if self.mma { 48 << 10 } else { 32 << 10 },
             platform: self.platform,
             ..Profile::named("softgpu").unwrap()
         };
@@ -280,8 +285,9 @@ impl Scene {
     fn check(&self) -> Ran {
         let ran = self.run();
         let want = self.reference();
-        // Decode rounds the result; flash attention also the probabilities.
-        let relative = if self.segments.iter().all(|s| s.0 == 1) { 4e-3 } else { 8e-3 };
+        // Decode rounds the result; flash attention and matrix units also the probabilities.
+        let rounds = self.mma || self.segments.iter().any(|s| s.0 > 1);
+        let relative = if rounds { 8e-3 } else { 4e-3 };
         let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
         for (i, (g, w)) in ran.bits.iter().zip(&want).enumerate() {
             let g = g.to_f32();
@@ -513,4 +519,25 @@ fn preparation_in_parts_is_the_same_to_bf16() {
             assert!(parts.v == one.v, "{}: V", case.name);
         }
     }
+}
+
+/// All heads of a KV head at once: ragged tiles, simdgroups and splits without a token, pages as splits, and a slot's bits in any company.
+#[test]
+fn matrix_units_take_all_heads_at_once() {
+    for (heads_per_kv, kv_heads, head_dim) in [(8, 2, 256), (3, 1, 128), (1, 2, 128)] {
+        let lengths = [(1, 0), (1, 14), (1, 15), (1, 16), (1, 64), (1, 130), (1, 300)];
+        let mut all = scene(heads_per_kv, kv_heads, head_dim, &lengths);
+        (all.mma, all.gated, all.context) = (true, heads_per_kv == 8, 400);
+        let ran = all.check();
+        assert_eq!(ran.launches["attention_split_units"], 1);
+        let row = heads_per_kv * kv_heads * head_dim;
+        for (i, segment) in lengths.into_iter().enumerate() {
+            let alone = Scene { segments: vec![segment], ..all.clone() }.run();
+            assert!(alone.bits == ran.bits[i * row..][..row], "{segment:?} alone");
+        }
+    }
+    let mut long = scene(8, 1, 256, &[(1, 767), (1, 513), (1, 30)]);
+    (long.mma, long.fixed_from) = (true, 512);
+    let ran = long.check();
+    assert_eq!((ran.launches["attention_fixed_units"], ran.splits), (1, vec![3, 3, 1]));
 }

@@ -70,7 +70,7 @@ pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
         true => Tuning::SWITCHES.iter().map(|(name, _)| *name).collect(),
         false => args.switch.iter().map(String::as_str).collect(),
     };
-    let shape = (&protocol, args.compute.chunk);
+    let shape = (&protocol, args.compute.chunk());
     let engine = |name: &str, tuning: Tuning| {
         let device = || Ok(args.compute.device_with(tuning)?);
         load(&opened, 0.0, device, name, shape, &cancel)

@@ -95,7 +95,7 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
     let protocol = args.points.protocol(opened.model.config.max_position_embeddings)?;
     let cancel = cancel_on_interrupt()?;
     let device = || Ok(args.compute.device()?);
-    let shape = (&protocol, args.compute.chunk);
+    let shape = (&protocol, args.compute.chunk());
     let Loaded { mut engine, device, startup } =
         load(&opened, open, device, "lily", shape, &cancel)?;
     let mut others = match peers {

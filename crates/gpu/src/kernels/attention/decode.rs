@@ -35,7 +35,13 @@ pub struct DecodePolicy {
     pub fixed_from: u32,
     /// Splits of the longest slot that the step may hold.
     pub splits: u32,
+    /// Whether matrix units do it.
+    pub units: bool,
 }
+
+/// Most query heads of a KV head for the matrix units, and what their elements are a multiple of.
+const UNIT_HEADS: u32 = 8;
+const UNIT_ELEMENTS: u32 = 128;
 
 impl DecodePolicy {
     /// The policy for slots of up to `context` tokens. `fixed_from` is [`FIXED_FROM`] but in tests.
@@ -49,6 +55,13 @@ impl DecodePolicy {
     ) -> Self {
         let packed = packed_heads(shape);
         // By the packed kernels in any case: packing must not change a bit.
+        let units = profile.mma
+            && tuning.matrix_attention
+            && tuning.pack_heads
+            && tuning.coalesced_kv
+            && shape.heads_per_kv <= UNIT_HEADS
+            && shape.head_dim.is_multiple_of(UNIT_ELEMENTS);
+        let packed = if units { shape.heads_per_kv } else { packed };
         let columns = kv_heads * shape.heads_per_kv.div_ceil(packed);
         let most_splits = (GROUPS_A_CORE * profile.cores).div_ceil(columns.max(1)).max(1);
         let gate = shape.head_dim == 256 && shape.heads_per_kv == 8 && tuning.fixed_block;
@@ -59,7 +72,7 @@ impl DecodePolicy {
             false => 0,
         };
         let pack = if tuning.pack_heads { packed } else { 1 };
-        Self { pack, most_splits, fixed_from, splits: general.max(pages) }
+        Self { pack, most_splits, fixed_from, splits: general.max(pages), units }
     }
 
     /// How often each byte of K and V is read.
@@ -139,7 +152,11 @@ pub fn attention_decode_from(
     args.most_splits = policy.most_splits;
     args.fixed_from = policy.fixed_from;
     args.sums_at = outputs as u32;
-    let kernel = split_kernel(c.tuning, policy.has_fixed(c.step.context));
+    let kernel = match (policy.units, policy.has_fixed(c.step.context)) {
+        (true, false) => "attention_split_units",
+        (true, true) => "attention_fixed_units",
+        (false, fixed) => split_kernel(c.tuning, fixed),
+    };
     let columns = args.kv_heads * policy.cache_reads(c.shape);
     let mut bindings = attend.bindings(c);
     bindings.push(Binding::new(scratch, Access::Write));
@@ -196,15 +213,15 @@ mod tests {
         let tuning = Tuning::default();
         // Device, KV heads, context, most splits, splits.
         let table = [
-            // 132 cores, 2 KV heads in 2 packs each: 264 threadgroups are 66 splits.
-            ("h200", 2, 64, 66, 1),
-            ("h200", 2, 65, 66, 2),
-            ("h200", 2, 4096, 66, 64),
-            ("h200", 2, 4224, 66, 66),
-            ("h200", 2, 32767, 66, 66),
+            // 132 cores, 2 KV heads, all query heads at once: 264 threadgroups are 132 splits.
+            ("h200", 2, 64, 132, 1),
+            ("h200", 2, 65, 132, 2),
+            ("h200", 2, 4096, 132, 64),
+            ("h200", 2, 8448, 132, 132),
+            ("h200", 2, 32767, 132, 132),
             // Pages from 32K on.
-            ("h200", 2, 32768, 66, 128),
-            ("h200", 2, 262_144, 66, 1024),
+            ("h200", 2, 32768, 132, 132),
+            ("h200", 2, 262_144, 132, 1024),
             // 40 cores: 80 threadgroups are 20 splits.
             ("m4-max", 2, 4096, 20, 20),
             ("m4-max", 2, 32768, 20, 128),
@@ -222,7 +239,8 @@ mod tests {
     #[test]
     fn packing_reads_the_cache_twice_else_eight_times() {
         let shape = |head_dim, heads_per_kv| Shape { head_dim, heads_per_kv, ..Shape::default() };
-        let profile = Profile::named("h200").unwrap();
+        let profile = Profile::named("m4-max").unwrap();
+        let h200 = Profile::named("h200").unwrap();
         // Head, query heads a KV head, packed, reads packed, reads not packed.
         let table = [
             (256, 8, 4, 2, 8),
@@ -241,6 +259,11 @@ mod tests {
             assert_eq!((on.pack, on.cache_reads(&shape)), (pack, packed));
             assert_eq!((off.pack, off.cache_reads(&shape)), (1, apart));
             assert_eq!((on.splits, on.most_splits), (off.splits, off.most_splits));
+            // Matrix units take eight heads at once, of whole 128s of elements.
+            let tuning = Tuning::default();
+            let units = DecodePolicy::new(&shape, &h200, &tuning, 2, 4096, FIXED_FROM);
+            assert_eq!(units.units, head_dim % 128 == 0);
+            assert_eq!(units.cache_reads(&shape), if units.units { 1 } else { packed });
         }
     }
 
