@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Tokens a second of answers that are made at once by one `lily serve`, for several numbers of them.
+
+    slots.py --lily PROGRAM --model DIR [--slots 1,2,4,8] [--prompt-tokens 4000] [--tokens 256] [--lily-arg ARG …]
+
+All prompts differ from their first words on, so that nothing of them is kept. What counts is the time in which all answers of a
+number are being made: from the last one's first token to the first one's last. A checkpoint without tokenizer (`lily bench synth`)
+gets that of the demo model beside it. Prints a line for each number: slots, tokens a second in sum, and for each.
+"""
+import argparse
+import http.client
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "models", "demo")
+
+
+def with_tokenizer(model, folder):
+    if not os.path.isdir(model) or os.path.exists(os.path.join(model, "tokenizer.json")):
+        return model
+    for name in os.listdir(model):
+        os.symlink(os.path.join(os.path.realpath(model), name), os.path.join(folder, name))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        os.symlink(os.path.realpath(os.path.join(DEMO, name)), os.path.join(folder, name))
+    return folder
+
+
+def prompt(o, n):
+    """About so many tokens of words that begin otherwise for each number."""
+    return "%d: " % n + " ".join("%d" % ((n * 7919 + i * 104729) % 900 + 100) for i in range(o.prompt_tokens // 4))
+
+
+def answer(o, port, n, result):
+    body = {"model": "m", "prompt": prompt(o, n), "max_tokens": o.tokens, "temperature": 1, "seed": n, "stream": True,
+            "stream_options": {"include_usage": True}}
+    c = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    c.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    r = c.getresponse()
+    at, usage = [], None
+    if r.status != 200:
+        print("status %d: %s" % (r.status, r.read(500)), file=sys.stderr)
+        return
+    for line in r:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if event.get("usage"):
+            usage = event["usage"]
+        elif event["choices"] and event["choices"][0].get("text"):
+            at.append(time.monotonic())
+    result[n] = (at, usage)
+
+
+def together(o, port, first, count):
+    result = {}
+    threads = [threading.Thread(target=answer, args=(o, port, first + i, result)) for i in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if len(result) < count:
+        sys.exit("an answer failed")
+    begin, end = max(a[0] for a, _ in result.values()), min(a[-1] for a, _ in result.values())
+    if begin >= end:
+        sys.exit("the answers do not overlap: give more --tokens")
+    # A token that is part of a character has no event of its own: events stand for tokens in proportion.
+    tokens = sum((end - begin) / (a[-1] - a[0]) * (u["completion_tokens"] - 1) for a, u in result.values())
+    prompts = sorted(u["prompt_tokens"] for _, u in result.values())
+    return tokens / (end - begin), prompts
+
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--lily", required=True)
+    ap.add_argument("--model", required=True)
+    ap.add_argument("--slots", default="1,2,4,8")
+    ap.add_argument("--prompt-tokens", type=int, default=4000)
+    ap.add_argument("--tokens", type=int, default=256)
+    ap.add_argument("--port", type=int, default=18080)
+    ap.add_argument("--lily-arg", action="append", default=[])
+    o = ap.parse_args()
+    numbers = [int(n) for n in o.slots.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        model = with_tokenizer(o.model, folder)
+        context = str(o.prompt_tokens * 2 + o.tokens)
+        server = subprocess.Popen([o.lily, "serve", "--model", model, "--port", str(o.port), "--parallel", str(max(numbers)), "--ctx", context, "--any-model",
+                                   *o.lily_arg])
+        try:
+            for _ in range(600):
+                try:
+                    c = http.client.HTTPConnection("127.0.0.1", o.port, timeout=5)
+                    c.request("GET", "/health")
+                    if c.getresponse().status == 200:
+                        break
+                except OSError:
+                    pass
+                if server.poll() is not None:
+                    sys.exit("the server ended")
+                time.sleep(0.5)
+            together(o, o.port, 0, 1)
+            for n in numbers:
+                rate, prompts = together(o, o.port, 1000 * n, n)
+                print("%d\t%.1f\t%.1f\tprompts of %d to %d tokens" % (n, rate, rate / n, prompts[0], prompts[-1]), flush=True)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+if __name__ == "__main__":
+    main()
