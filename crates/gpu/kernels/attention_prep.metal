@@ -85,7 +85,6 @@ KERNEL(attention_prep, 128, IN(0, bf16, qg), IN(1, bf16, k), IN(2, bf16, v), IN(
     OUT(11, bf16, keys), OUT(12, bf16, values), ARGS(13, AttentionPrepArgs, p))
 {
   const uint row = k_group.y, task = k_group.x * 4 + k_simd;
-  if (k_thread.x == 0 && row == 0) fetch_ahead(q_slab, p.ahead, p.ahead_units, k_group.x, k_groups.x);
   if (task >= p.heads + 2 * p.kv_heads) return; // a whole simdgroup, and there is no barrier
   const uint segment = row_segments[row], slot = segments[segment].slot, position = row_position(row, segment, segments, headers);
   const DEVICE float *turn = rope + ulong(position) * p.rope_dims;

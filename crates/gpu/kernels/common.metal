@@ -10,13 +10,6 @@ FN const DEVICE uint *slab_words(const DEVICE uint *slab, uint unit) { return sl
 FN const DEVICE bf16 *slab_bf16(const DEVICE uint *slab, uint unit) { return (const DEVICE bf16 *)slab_words(slab, unit); }
 FN const DEVICE float *slab_f32(const DEVICE uint *slab, uint unit) { return (const DEVICE float *)slab_words(slab, unit); }
 
-// Weights of a stage to come on their way into the cache: of `units` of 16 bytes from `at` on, one threadgroup's share. By one thread.
-FN void fetch_ahead(const DEVICE uint *slab, uint at, uint units, uint group, uint groups)
-{
-  const uint each = (units + groups - 1) / groups, first = min(group * each, units), end = min(first + each, units);
-  for (uint i = first; i < end; i += 2048) prefetch_bulk(slab_words(slab, at + i), min(end - i, 2048u) * 16);
-}
-
 struct FillArgs { uint words, value; };
 
 // Sets words: the smallest kernel there is, by which a driver can be tried.

@@ -201,7 +201,6 @@ KERNEL(conv_prep, 128, IN(0, bf16, x), IN(1, uint, slab), IN(2, SegmentEntry, se
 {
   const uint strip = k_group.x * p.conv.simds + k_simd, start = k_group.y * p.conv.block;
   const DEVICE SegmentEntry *segment = segments + k_group.z;
-  if (k_thread.x == 0 && k_group.y + k_group.z == 0) fetch_ahead(slab, p.ahead, p.ahead_units, k_group.x, k_groups.x);
   if (strip < p.conv.strips && start < segment->rows) {
     conv_strip(x, slab_f32(slab, p.conv.taps), segment, headers, states, out, p.conv, strip, start, p.key_heads, k_lane);
   } else if (strip == p.conv.strips && start < segment->rows) {

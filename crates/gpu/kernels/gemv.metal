@@ -101,7 +101,7 @@ FN void gemv_store(DEVICE uint *out, float base, uint epilogue, ulong i, float y
   else ((DEVICE bf16 *)out)[i] = to_bf16(y);
 }
 
-template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DEVICE uint *norm, const DEVICE uint *slab, DEVICE uint *out0, DEVICE uint *out1, DEVICE uint *out2, DEVICE uint *out3, DEVICE uint *out4, DEVICE uint *out5, const DEVICE float *residual, DEVICE uint *normed, CONSTANT GemvArgs &p, TG uint *tile, TG float *sums, TG float *shares, uint group, uint groups, uint lane, uint simd, uint tid)
+template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DEVICE uint *norm, const DEVICE uint *slab, DEVICE uint *out0, DEVICE uint *out1, DEVICE uint *out2, DEVICE uint *out3, DEVICE uint *out4, DEVICE uint *out5, const DEVICE float *residual, DEVICE uint *normed, CONSTANT GemvArgs &p, TG uint *tile, TG float *sums, TG float *shares, uint group, uint lane, uint simd, uint tid)
 {
   GemvInput in;
   in.x = x;
@@ -140,7 +140,6 @@ template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint
   else if (format == BF16) load_first<BF16, R, M>(a, b, paired, at, p.cols, soon, block, q, affine);
   else load_first<F32, R, M>(a, b, paired, at, p.cols, soon, block, q, affine);
   if (in.normed) for (uint u = tid * 8; u < p.cols; u += at.threads * 8) prefetch(in.norm + u);
-  if (tid == 0) fetch_ahead(slab, p.ahead, p.ahead_units, group, groups);
   inputs_ready();
   // Where a lane stores one result at most, what that is added to is fetched while the sums are made.
   const bool single = lanes >= N, adds = single && epilogue == ADD_TO && at.part < N && at.part % M < p.rows;
@@ -184,7 +183,7 @@ template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint
     SHARED(uint, tile, M * TILE / (SCALED ? 1 : 2));                                                                   \
     SHARED(float, sums, SCALED ? M * TILE / 8 : 4);                                                                    \
     SHARED(float, shares, M * 8);                                                                                      \
-    gemv<SCALED, R, M, TILE>(x, norm, slab, out0, out1, out2, out3, out4, out5, residual, normed, p, tile, sums, shares, k_group.x, k_groups.x, \
+    gemv<SCALED, R, M, TILE>(x, norm, slab, out0, out1, out2, out3, out4, out5, residual, normed, p, tile, sums, shares, k_group.x, \
                              k_lane, k_simd, k_thread.x);                                                              \
   }
 

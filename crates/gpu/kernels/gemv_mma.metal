@@ -233,7 +233,6 @@ struct MmaLaunch {
   const DEVICE float *residual;
   DEVICE uint *normed;
   uint matrix, block; // which of the matrices, which block of its rows
-  uint group, groups; // of the launch
   uint lane, simd, tid;
 };
 
@@ -305,7 +304,6 @@ FN void gemv_mma_blocks(const THREAD MmaLaunch &at, CONSTANT GemvArgs &p, TG uin
   if (any) load_chunk<F, T, C>(m, place, tile_step, place.first, now);
   for (uint c = place.first + 1; c < min(place.end, place.first + 4); c++) prefetch_chunk<F, T, C>(m, place, tile_step, c);
   if (p.normed != 0) for (uint u = at.tid * 8; u < p.cols; u += MMA_SIMDS * 256) prefetch(slab_f32(at.norm, p.norm) + u);
-  if (at.tid == 0) fetch_ahead(at.slab, p.ahead, p.ahead_units, at.group, at.groups);
   inputs_ready();
   MmaInput in;
   in.x = at.x;
@@ -371,7 +369,7 @@ template <uint T> FN void gemv_mma(THREAD MmaLaunch &at, CONSTANT GemvArgs &p, T
     uint i = 0, first = 0;                                                                                             \
     while (i + 1 < p.count && k_group.x >= p.matrices[i].end) first = p.matrices[i++].end;                             \
     MmaLaunch at = {x, norm, slab, i == 0 ? out0 : i == 1 ? out1 : i == 2 ? out2 : i == 3 ? out3 : i == 4 ? out4 : out5, residual, normed, \
-                    i, k_group.x - first, k_group.x, k_groups.x, k_lane, k_simd, k_thread.x};                                                 \
+                    i, k_group.x - first, k_lane, k_simd, k_thread.x};                                                 \
     gemv_mma<T>(at, p, tile, shares, parts);                                                                           \
   }
 GEMV_MMA(gemv_mma_1, 1)

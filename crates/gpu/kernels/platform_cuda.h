@@ -43,11 +43,9 @@ FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
 FN float clamp(float x, float lo, float hi) { return fminf(fmaxf(x, lo), hi); }
 #if __CUDA_ARCH__ >= 900
 // The stage before this one has ended, then the next one may begin to be: see docs/kernels.md, "Early starts".
-FN void prefetch_bulk(const uint *p, uint bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes)); }
 FN void inputs_ready() { asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory"); }
 #else
 FN void inputs_ready() {}
-FN void prefetch_bulk(const uint *p, uint bytes) {}
 #endif
 FN void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #define tg_barrier() __syncthreads()

@@ -175,27 +175,9 @@ pub struct Recorder {
     pub layer: Option<u32>,
     /// Where the host steps in.
     pub breaks: Vec<(usize, HostRoute)>,
-    /// Weights of a stage to come, which a kernel recorded now may fetch into the cache.
-    pub ahead: Option<Ahead>,
-}
-
-/// A range of weights.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Ahead {
-    /// The slab that holds them.
-    pub slab: Operand,
-    /// Where in the slab, in units of 16 bytes.
-    pub at: u32,
-    /// Such units.
-    pub units: u32,
 }
 
 impl Recorder {
-    /// Place and units of what a kernel that has this slab may fetch ahead.
-    pub fn ahead_in(&self, slab: Operand) -> [u32; 2] {
-        self.ahead.filter(|a| a.slab == slab).map_or([0; 2], |a| [a.at, a.units])
-    }
-
     /// The host steps in before what is recorded next.
     pub fn by_host(&mut self, route: HostRoute) {
         self.breaks.push((self.dispatches.len(), route));

@@ -25,8 +25,6 @@ pub struct Tuning {
     pub fuse_qk_prep: bool,
     /// Decode: the recurrence and its gated norm are one kernel.
     pub fuse_scan_norm: bool,
-    /// Decode: stages that leave memory idle fetch the next dense weights into the cache, where the device can (CUDA, compute capability 9.0).
-    pub fetch_ahead: bool,
     /// Tokens are chosen on the device and handed to the next step there; off: by the host from read-back logits.
     pub token_handoff: bool,
     /// Lanes read neighbouring elements of K and V; off: each lane reads a row of its own.
@@ -57,7 +55,6 @@ impl Default for Tuning {
             fuse_experts_out: true,
             fuse_qk_prep: true,
             fuse_scan_norm: true,
-            fetch_ahead: true,
             token_handoff: true,
             coalesced_kv: true,
             pack_heads: true,
@@ -86,7 +83,6 @@ impl Tuning {
         ("fuse_experts_out", |t| &mut t.fuse_experts_out),
         ("fuse_qk_prep", |t| &mut t.fuse_qk_prep),
         ("fuse_scan_norm", |t| &mut t.fuse_scan_norm),
-        ("fetch_ahead", |t| &mut t.fetch_ahead),
         ("token_handoff", |t| &mut t.token_handoff),
         ("coalesced_kv", |t| &mut t.coalesced_kv),
         ("pack_heads", |t| &mut t.pack_heads),

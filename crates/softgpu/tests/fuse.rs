@@ -145,23 +145,3 @@ fn a_switch_changes_the_recorded_steps() {
         assert!(off != on, "{name} changes nothing that is recorded");
     }
 }
-
-/// Each mixer's output projection is fetched while its state or heads are prepared, each but the first mixer's projections while the experts
-/// before are chosen.
-#[test]
-fn weights_are_fetched_ahead() {
-    for name in ["metal", "cuda"] {
-        let profile = Profile::named(name).expect("a known profile");
-        let args = |tuning: &Tuning| -> Vec<Vec<u8>> {
-            let recording = Recording::virtual_of(&plan(), tuning, &profile).unwrap();
-            let shape = StepShape { segments: vec![1], outputs: 1, context: 4096 };
-            let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
-            let limits = Limits { pages: 16, ..Limits::new(1, 1, 1) };
-            let (list, _) = recording.record_virtual(&limits, &kind).unwrap();
-            list.dispatches.into_iter().map(|d| d.args).collect()
-        };
-        let (on, off) = (args(&Tuning::default()), args(&Tuning::without("fetch_ahead").unwrap()));
-        let fetches = on.iter().zip(&off).filter(|(a, b)| a != b).count();
-        assert_eq!((on.len(), fetches), (off.len(), 40 + 39), "{name}");
-    }
-}

@@ -114,18 +114,6 @@ impl DeviceWeight {
     }
 }
 
-impl DeviceWeight {
-    /// First unit of its codes, scales and biases in the slab, and the one behind them.
-    pub fn units(&self) -> [u32; 2] {
-        let m = &self.matrix;
-        let end = match m.format {
-            0 | 1 => m.biases + self.matrices * m.scales_stride,
-            _ => m.codes + self.matrices * m.codes_stride,
-        };
-        [m.codes, end]
-    }
-}
-
 /// What every encoder is given: the device, the switches, the step and the tables that kernels reach state by.
 #[derive(Clone, Debug)]
 pub struct Context<'a> {

@@ -66,10 +66,6 @@ kernel_args! {
         a_log: u32,
         /// `dt_bias` in its slab.
         dt_bias: u32,
-        /// Weights of a stage to come, fetched into the cache: unit in the slab, and units.
-        ahead: u32,
-        /// Units of them.
-        ahead_units: u32,
     }
 
     /// Of `delta_scan_*`.
@@ -304,10 +300,7 @@ pub struct Prep<'a> {
 pub fn conv_prep(r: &mut Recorder, c: &Context, p: &Prep, layer: usize, layers: usize) {
     let (conv, grid, conv_bytes) = conv(c, p.taps, layer, 1);
     let heads = p.a_log.matrix.cols;
-    let [ahead, ahead_units] = r.ahead_in(p.taps.slab);
     let args = PrepArgs {
-        ahead,
-        ahead_units,
         conv,
         key_heads: p.key_heads as u32,
         heads,

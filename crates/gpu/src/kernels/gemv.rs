@@ -42,10 +42,6 @@ kernel_args! {
         norm: u32,
         /// The norm's addend to the mean of squares.
         eps: f32,
-        /// Weights of a stage to come, fetched into the cache: unit in the slab, and units.
-        ahead: u32,
-        /// Units of them.
-        ahead_units: u32,
         /// The matrices, in the order of their threadgroups.
         matrices: [GemvMatrix; 6],
     }
@@ -252,10 +248,7 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     let units = matrix_units(c, &input, outputs);
     let policy =
         if units { mma_policy(c.profile, outputs) } else { policy(c.profile, rows, needed) };
-    let [ahead, ahead_units] = r.ahead_in(outputs[0].weight.slab);
     let mut args = GemvArgs {
-        ahead,
-        ahead_units,
         rows,
         cols,
         simds: policy.simds,

@@ -11,7 +11,7 @@ use crate::driver::{Buffer, Driver, Placement};
 use crate::encode::{self, Bound};
 use crate::fuse::{Group, groups};
 use crate::kernels::common::{Context, DeviceWeight, StepShape, Tables};
-use crate::list::{Ahead, CommandList, Operand, Recorder};
+use crate::list::{CommandList, Operand, Recorder};
 use crate::memory::Memory;
 use crate::null::NullDriver;
 use crate::profile::Profile;
@@ -220,9 +220,8 @@ impl Recording {
         let layers = matches!(kind.head, Head::Finish | Head::Sample { .. });
         let logits =
             matches!(kind.head, Head::Rows { .. } | Head::Sample { .. }) && kind.shape.outputs > 0;
-        for (i, group) in list.iter().enumerate() {
+        for group in list {
             let first = group.nodes()[0];
-            r.ahead = self.ahead(&list[i..]).filter(|_| c.step.is_decode());
             if if first < body { layers } else { logits } {
                 r.layer = plan.nodes().nth(first).and_then(|n| n.layer);
                 self.group(&mut r, &c, &mut b, group, kind)?;
@@ -231,44 +230,6 @@ impl Recording {
         r.layer = None;
         io.head(&mut r, &c, &mut b, kind);
         Ok(Recorded { list: r.finish(self.tuning.concurrent), scratch })
-    }
-
-    /// Dense weights that the first of these groups may fetch for a later one: those of a mixer's output projection while its state or heads
-    /// are computed, those of the next mixer while experts are chosen.
-    fn ahead(&self, groups: &[Group]) -> Option<Ahead> {
-        if !self.tuning.fetch_ahead {
-            return None;
-        }
-        let op = |i: usize| self.plan.nodes().nth(i).map(|n| &n.op);
-        let prepares = |g: &Group| match g {
-            Group::ConvPrep { .. } => true,
-            Group::Op(i) => matches!(op(*i), Some(Op::AttentionPrep(_))),
-            _ => false,
-        };
-        let linears = groups[1..].iter().find_map(|g| match (&groups[0], g) {
-            (
-                Group::Projections { gated: Some(_), .. },
-                Group::Projections { linears, gated: None, .. },
-            ) => Some(&linears[..]),
-            (now, Group::ProjectAdd { linear, .. }) if prepares(now) => {
-                Some(std::slice::from_ref(linear))
-            }
-            _ => None,
-        })?;
-        let weights: Vec<&DeviceWeight> = linears
-            .iter()
-            .filter_map(|i| match op(*i) {
-                Some(Op::Linear(linear)) => Some(&self.weights[linear.weight.0 as usize]),
-                _ => None,
-            })
-            .collect();
-        let slab = weights.first()?.slab;
-        let units: Vec<[u32; 2]> = weights.iter().map(|w| w.units()).collect();
-        let (at, end) = (units.iter().map(|u| u[0]).min()?, units.iter().map(|u| u[1]).max()?);
-        let sum: u32 = units.iter().map(|u| u[1] - u[0]).sum();
-        // One range: what lies between them must be little.
-        let near = weights.iter().all(|w| w.slab == slab) && end - at <= sum + sum / 8;
-        near.then_some(Ahead { slab, at, units: end - at })
     }
 
     /// Operands of all values: the residual stream after the layers and the logits outlive the list.

@@ -30,10 +30,6 @@ kernel_args! {
         k_norm: u32,
         /// Added to the mean of squares.
         eps: f32,
-        /// Weights of a stage to come, fetched into the cache: unit in the slab of q_norm, and units.
-        ahead: u32,
-        /// Units of them.
-        ahead_units: u32,
     }
 
     /// Of the decode kernels and of flash attention.

@@ -32,10 +32,7 @@ const HEADS_A_GROUP: u32 = 4;
 ///
 /// [`fuse_qk_prep`]: crate::Tuning::fuse_qk_prep
 pub fn attention_prep(r: &mut Recorder, c: &Context, op: &AttentionPrep, x: &Prep) {
-    let [ahead, ahead_units] = r.ahead_in(x.q_norm.slab);
     let args = AttentionPrepArgs {
-        ahead,
-        ahead_units,
         heads: op.heads as u32,
         kv_heads: x.kv_heads,
         max_pages: c.tables.max_pages,
