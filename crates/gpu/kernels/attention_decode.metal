@@ -166,6 +166,7 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
   const uint packs = (HEADS_PER_KV + PACK - 1) / PACK, kv_head = group.y / packs, first = group.y % packs * PACK;
   const uint slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
   const bool fixed = FIXED && len >= p.fixed_from;
+  if (!FIXED && len >= p.fixed_from) return; // a slot of attention_fixed_units
   const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu), begin = group.x * size;
   if (begin >= len) return; // the whole threadgroup, before any barrier: this slot has no such split
   const uint end = begin + size < len ? begin + size : len;

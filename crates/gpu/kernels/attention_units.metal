@@ -1,6 +1,6 @@
 #if (defined(K_CUDA) || defined(K_CPU)) && HEADS_PER_KV <= 8u && HEAD_DIM % 128u == 0u
-// Attention of a decode step by mma.sync: a slot's cache is cut into splits as in attention_decode.metal, a threadgroup has one split of one
-// KV head for all query heads that share it, eight at most: they are the eight columns of every product.
+// Attention of a decode step by mma.sync, of slots from p.fixed_from tokens on: a threadgroup has a page of one KV head for all query heads
+// that share it, eight at most: they are the eight columns of every product.
 //
 // Each of four simdgroups takes tiles of 16 tokens in turn. Scores are K q^T: the rows are tokens, and a lane's 16 neighbouring elements of a row are
 // in the order of the products' sums for both. Outputs are V^T p: the rows are elements; a lane reads 16 bytes of four tokens' rows and pairs them.
@@ -97,18 +97,18 @@ FN void unit_tile(THREAD UnitSums &s, const THREAD uint *q, const DEVICE bf16 *k
   }
 }
 
-template <bool FIXED> FN void unit_split(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values, const DEVICE uint *pages,
+FN void unit_page(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values, const DEVICE uint *pages,
     const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE float *partial, CONSTANT AttentionArgs &p, TG float *part,
     TG float *ml, uint3 group, uint lane, uint simd)
 {
   const uint kv_head = group.y, slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
-  const bool fixed = FIXED && len >= p.fixed_from;
-  const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu), begin = group.x * size;
-  if (begin >= len) return; // the whole threadgroup, before any barrier: this slot has no such split
-  const uint end = min(begin + size, len), first = begin + simd * UNIT_TILE;
+  const uint begin = group.x * PAGE_TOKENS;
+  if (begin >= len || len < p.fixed_from) return; // the whole threadgroup, before any barrier: this slot has no such page
+  const uint end = min(begin + PAGE_TOKENS, len), first = begin + simd * UNIT_TILE;
+  const ulong page = attention_row(pages, slot, p.max_pages, begin, p.kv_heads, kv_head);
   // The first tokens' K and V are on their way while this token's are still made.
   if (first + lane / 2 < end) {
-    const ulong at = attention_row(pages, slot, p.max_pages, first + lane / 2, p.kv_heads, kv_head) + lane % 2 * (HEAD_DIM / 2);
+    const ulong at = page + (simd * UNIT_TILE + lane / 2) * HEAD_DIM + lane % 2 * (HEAD_DIM / 2);
     for (uint e = 0; e < HEAD_DIM / 2; e += 16) {
       prefetch(keys + at + e);
       prefetch(values + at + e);
@@ -125,11 +125,9 @@ template <bool FIXED> FN void unit_split(const DEVICE bf16 *q, const DEVICE bf16
   }
   for (uint e = 0; e < HEAD_DIM / 16; e++)
     for (uint i = 0; i < 4; i++) s.o[e][i] = 0.0f;
-  // A split of a page is looked up once.
-  const ulong whole = fixed ? attention_row(pages, slot, p.max_pages, begin, p.kv_heads, kv_head) : 0;
 #pragma unroll 1
   for (uint t0 = first; t0 < end; t0 += ATTENTION_SIMDS * UNIT_TILE) {
-    const ulong at = fixed ? whole + (t0 - begin) * HEAD_DIM : attention_row(pages, slot, p.max_pages, t0, p.kv_heads, kv_head);
+    const ulong at = page + (t0 - begin) * HEAD_DIM;
     unit_tile(s, queries, keys + at, values + at, min(end - t0, UNIT_TILE), p.scale, lane);
   }
   for (uint i = 0; i < 2; i++)
@@ -158,14 +156,11 @@ template <bool FIXED> FN void unit_split(const DEVICE bf16 *q, const DEVICE bf16
   }
 }
 
-#define ATTENTION_UNITS(NAME, FIXED) \
-  KERNEL(NAME, 128, IN(0, bf16, q), IN(1, bf16, keys), IN(2, bf16, values), IN(3, uint, pages), IN(4, SlotHeader, headers), \
-      IN(5, SegmentEntry, segments), OUT(6, float, partial), ARGS(7, AttentionArgs, p)) \
-  { \
-    SHARED(float, part, ATTENTION_SIMDS * UNIT_PASS * HEAD_DIM); \
-    SHARED(float, ml, ATTENTION_SIMDS * UNIT_PASS * 2); \
-    unit_split<FIXED>(q, keys, values, pages, headers, segments, partial, p, part, ml, k_group, k_lane, k_simd); \
-  }
-ATTENTION_UNITS(attention_split_units, false)
-ATTENTION_UNITS(attention_fixed_units, true)
+KERNEL(attention_fixed_units, 128, IN(0, bf16, q), IN(1, bf16, keys), IN(2, bf16, values), IN(3, uint, pages), IN(4, SlotHeader, headers),
+    IN(5, SegmentEntry, segments), OUT(6, float, partial), ARGS(7, AttentionArgs, p))
+{
+  SHARED(float, part, ATTENTION_SIMDS * UNIT_PASS * HEAD_DIM);
+  SHARED(float, ml, ATTENTION_SIMDS * UNIT_PASS * 2);
+  unit_page(q, keys, values, pages, headers, segments, partial, p, part, ml, k_group, k_lane, k_simd);
+}
 #endif

@@ -4,7 +4,7 @@
 // out[entry] = x[entry / share] · a[expert]ᵀ, or with two matrices silu(· a) · (· b): the GEMV of gemv.metal, with the matrix
 // chosen by the entry's expert.
 template <uint F, uint R, uint TILE>
-FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, uint expert, DEVICE bf16 *out,
+FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const DEVICE uint *x, const DEVICE uint *ids, DEVICE bf16 *out,
                      CONSTANT ExpertsArgs &p, TG uint *tile, TG float *sums, uint block, uint entry, uint lane, uint simd, uint tid)
 {
   const bool paired = p.paired != 0;
@@ -23,6 +23,8 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   at.row_count = p.a.rows;
   at.tid = tid;
   at.threads = 256;
+  inputs_ready();
+  const uint expert = ids[entry];
   const Rows a = rows_of(a_slab, p.a, expert);
   Rows b = a;
   if (paired) b = rows_of(b_slab, p.b, expert);
@@ -39,37 +41,15 @@ FN void expert_block(const DEVICE uint *a_slab, const DEVICE uint *b_slab, const
   }
 }
 
-FN void expert_of(const DEVICE uint *a, const DEVICE uint *b, const DEVICE uint *x, uint expert, DEVICE bf16 *out, CONSTANT ExpertsArgs &p, TG uint *tile,
-                  TG float *sums, uint block, uint entry, uint lane, uint simd, uint tid)
-{
-  const uint f = p.a.format;
-  if (f == Q4) expert_block<Q4, 4, 2048>(a, b, x, expert, out, p, tile, sums, block, entry, lane, simd, tid);
-  else if (f == Q8) expert_block<Q8, 4, 2048>(a, b, x, expert, out, p, tile, sums, block, entry, lane, simd, tid);
-  else if (f == BF16) expert_block<BF16, 4, 2048>(a, b, x, expert, out, p, tile, sums, block, entry, lane, simd, tid);
-  else expert_block<F32, 4, 2048>(a, b, x, expert, out, p, tile, sums, block, entry, lane, simd, tid);
-}
-
 KERNEL(decode_experts, 256, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, bf16, out), ARGS(5, ExpertsArgs, p))
 {
   SHARED(uint, tile, 2048);
   SHARED(float, sums, 256);
-  inputs_ready();
-  expert_of(a, b, x, ids[k_group.y], out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
-}
-
-// The same with the selection of experts, 256 at most: every simdgroup selects for itself, the first of each row stores it.
-KERNEL(decode_experts_routed, 512, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, float, logits), OUT(4, uint, ids), OUT(5, float, weights),
-       OUT(6, bf16, out), ARGS(7, RoutedExpertsArgs, p))
-{
-  SHARED(uint, tile, 2048);
-  SHARED(float, sums, 256);
-  inputs_ready();
-  const uint row = k_group.y / p.experts.share, rank = k_group.y % p.experts.share;
-  const DEVICE float *own = logits + ulong(row) * p.count;
-  const uint mine = selected_expert<8>(own, p.count, p.experts.share, k_lane);
-  if (k_group.x == 0 && rank == 0 && k_simd == 0)
-    store_selected(own, ids + row * p.experts.share, weights + row * p.experts.share, mine, p.experts.share, k_lane);
-  expert_of(a, b, x, simd_shuffle(mine, rank), out, p.experts, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  const uint f = p.a.format;
+  if (f == Q4) expert_block<Q4, 4, 2048>(a, b, x, ids, out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else if (f == Q8) expert_block<Q8, 4, 2048>(a, b, x, ids, out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else if (f == BF16) expert_block<BF16, 4, 2048>(a, b, x, ids, out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
+  else expert_block<F32, 4, 2048>(a, b, x, ids, out, p, tile, sums, k_group.x, k_group.y, k_lane, k_simd, k_thread.x);
 }
 
 // Packet i of row `col` of eight experts, from rank `first` on.

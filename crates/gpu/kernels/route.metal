@@ -8,8 +8,9 @@ FN uint expert_key(float x)
 }
 
 // The k largest logits of a row by one simdgroup, 32 · EACH experts at most: each round takes the largest of all lanes' largest,
-// the lowest id of equal ones. Lane r returns the expert of rank r.
-template <uint EACH> FN uint selected_expert(const DEVICE float *logits, uint experts, uint k, uint lane)
+// the lowest id of equal ones. Softmax over the chosen is softmax over all, renormalized.
+template <uint EACH>
+FN void select_experts(const DEVICE float *logits, DEVICE uint *ids, DEVICE float *weights, uint experts, uint k, uint lane)
 {
   uint key[EACH];
   for (uint i = 0; i < EACH; i++) key[i] = i * 32 + lane < experts ? expert_key(logits[i * 32 + lane]) : 0;
@@ -24,12 +25,6 @@ template <uint EACH> FN uint selected_expert(const DEVICE float *logits, uint ex
       if (id == i * 32 + lane) key[i] = 0;
     if (lane == rank) mine = id;
   }
-  return mine;
-}
-
-// Stores what was selected. Softmax over the chosen is softmax over all, renormalized.
-FN void store_selected(const DEVICE float *logits, DEVICE uint *ids, DEVICE float *weights, uint mine, uint k, uint lane)
-{
   const float logit = lane < k ? logits[mine] : 0.0f;
   const float largest = simd_shuffle(logit, 0u);
   const float p = lane < k ? exp(logit - largest) : 0.0f;
@@ -45,10 +40,8 @@ FN void store_selected(const DEVICE float *logits, DEVICE uint *ids, DEVICE floa
   { \
     inputs_ready(); \
     const uint row = k_group.x * p.simdgroups + k_simd; \
-    if (row < p.rows) { \
-      const DEVICE float *own = logits + ulong(row) * p.experts; \
-      store_selected(own, ids + row * p.k, weights + row * p.k, selected_expert<EACH>(own, p.experts, p.k, k_lane), p.k, k_lane); \
-    } \
+    if (row < p.rows) \
+      select_experts<EACH>(logits + ulong(row) * p.experts, ids + row * p.k, weights + row * p.k, p.experts, p.k, k_lane); \
   }
 ROUTER(router_256, 8)
 ROUTER(router_1024, 32)

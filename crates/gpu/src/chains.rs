@@ -2,7 +2,7 @@
 
 use lily_ops::{Op, ops};
 
-use crate::encode::{self, Bound};
+use crate::encode::Bound;
 use crate::fuse::Group;
 use crate::kernels::attention::{self, Attend};
 use crate::kernels::common::Context;
@@ -68,12 +68,6 @@ pub fn group(
             let add = operation!(ops, *add, Add);
             r.op = "projection + residual";
             project_add(r, c, b, linear, add)
-        }
-        Group::RoutedExperts { router, experts } => {
-            let router = operation!(ops, *router, Router);
-            let experts = operation!(ops, *experts, ExpertsIn);
-            r.op = "router + experts in";
-            routed_experts(r, c, b, router, experts)
         }
         Group::ExpertsOut { experts, shared, combine } => {
             let experts = operation!(ops, *experts, ExpertsOut);
@@ -216,26 +210,6 @@ fn project_add(
         let epilogue = gemm::Epilogue::AddTo(residual);
         gemm::dense(r, c, b.scratch, &gemm::Product { x, rows, weight, out, epilogue });
     }
-    Ok(true)
-}
-
-fn routed_experts(
-    r: &mut Recorder,
-    c: &Context,
-    b: &mut Bound,
-    router: &ops::Router,
-    experts: &ops::ExpertsIn,
-) -> Result<bool, String> {
-    let selection = encode::selection(c, b, router)?;
-    let (gate, up) = (b.weight(experts.gate), b.weight(experts.up));
-    gemm::supports(gate.matrix.cols)?;
-    if !moe::fits_routed(c, &selection, gate, up) {
-        return Ok(false);
-    }
-    let (x, ids, out) = (b.value(experts.x), b.value(experts.ids), b.value(experts.out));
-    let (rows, k) = (selection.rows, selection.k);
-    let op = moe::ExpertsIn { x, ids, rows, k, gate, up, out };
-    moe::decode_experts_routed(r, &selection, &op);
     Ok(true)
 }
 

@@ -176,26 +176,18 @@ fn linear(r: &mut Recorder, c: &Context, b: &mut Bound, op: &ops::Linear) -> Res
 }
 
 fn router(r: &mut Recorder, c: &Context, b: &mut Bound, op: &ops::Router) -> Result<(), String> {
-    route::router(r, c, &selection(c, b, op)?);
-    Ok(())
-}
-
-/// What a router reads and writes.
-pub(crate) fn selection(
-    c: &Context,
-    b: &Bound,
-    op: &ops::Router,
-) -> Result<route::Selection, String> {
     let (experts, k) = (b.width(op.logits), op.k as u32);
     route::supports(experts, k)?;
-    Ok(route::Selection {
+    let selection = route::Selection {
         logits: b.value(op.logits),
         rows: b.rows(c, op.logits),
         experts,
         k,
         ids: b.value(op.ids),
         weights: b.value(op.weights),
-    })
+    };
+    route::router(r, c, &selection);
+    Ok(())
 }
 
 fn experts_in(

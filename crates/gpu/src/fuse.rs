@@ -51,13 +51,6 @@ pub enum Group {
         /// The sum.
         add: usize,
     },
-    /// Decode: the selection of experts and their in-projections.
-    RoutedExperts {
-        /// The selection.
-        router: usize,
-        /// The projections.
-        experts: usize,
-    },
     /// Decode: the experts' and the shared expert's down projections, weighted and added to the residual stream.
     ExpertsOut {
         /// The experts' down projections.
@@ -82,7 +75,6 @@ impl Group {
             Self::ScanNorm { scan, norm } => vec![*scan, *norm],
             Self::GatedAttention { attention, gate } => vec![*attention, *gate],
             Self::ProjectAdd { linear, add } => vec![*linear, *add],
-            Self::RoutedExperts { router, experts } => vec![*router, *experts],
             Self::ExpertsOut { experts, shared, combine } => vec![*experts, *shared, *combine],
         }
     }
@@ -168,11 +160,6 @@ impl<'a> Finder<'a> {
                 let Op::Add(sum) = self.ops[add] else { return None };
                 (sum.b == op.out && sum.a != op.out)
                     .then_some((add, Group::ProjectAdd { linear: i, add }))
-            }
-            Op::ExpertsIn(op) if decode && t.fuse_experts_in => {
-                let router = self.written_by(op.ids)?;
-                matches!(self.ops[router], Op::Router(_))
-                    .then_some((i, Group::RoutedExperts { router, experts: i }))
             }
             Op::ExpertsOut(op) if decode && t.fuse_experts_out => {
                 let combine = self.only_reader(op.out)?;

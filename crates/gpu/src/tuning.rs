@@ -31,7 +31,7 @@ pub struct Tuning {
     pub coalesced_kv: bool,
     /// Four query heads that share a KV head share a threadgroup's reads; off: one head a simdgroup.
     pub pack_heads: bool,
-    /// CUDA, attention of decode steps: matrix units, all heads that share a KV head at once; off: products lane by lane.
+    /// CUDA, fixed blocks of attention: matrix units, all heads that share a KV head at once; off: products lane by lane.
     pub matrix_attention: bool,
     /// At 32K tokens and above attention is split at fixed blocks of whole pages, where the shape allows.
     pub fixed_block: bool,

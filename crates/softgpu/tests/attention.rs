@@ -521,23 +521,26 @@ fn preparation_in_parts_is_the_same_to_bf16() {
     }
 }
 
-/// All heads of a KV head at once: ragged tiles, simdgroups and splits without a token, pages as splits, and a slot's bits in any company.
+/// Slots whose splits are pages, all heads of a KV head at once, beside slots of the general path; each has the bits it has alone.
 #[test]
-fn matrix_units_take_all_heads_at_once() {
-    for (heads_per_kv, kv_heads, head_dim) in [(8, 2, 256), (3, 1, 128), (1, 2, 128)] {
-        let lengths = [(1, 0), (1, 14), (1, 15), (1, 16), (1, 64), (1, 130), (1, 300)];
-        let mut all = scene(heads_per_kv, kv_heads, head_dim, &lengths);
-        (all.mma, all.gated, all.context) = (true, heads_per_kv == 8, 400);
+fn matrix_units_take_pages_for_all_heads_at_once() {
+    for (cores, gated) in [(3, true), (132, false)] {
+        let lengths = [(1, 767), (1, 511), (1, 512), (1, 513), (1, 30), (1, 600), (1, 510)];
+        let mut all = scene(8, 2, 256, &lengths);
+        (all.mma, all.gated, all.fixed_from, all.cores) = (true, gated, 512, cores);
         let ran = all.check();
-        assert_eq!(ran.launches["attention_split_units"], 1);
-        let row = heads_per_kv * kv_heads * head_dim;
+        assert_eq!(
+            (ran.launches["attention_fixed_units"], ran.launches["attention_split"]),
+            (1, 1)
+        );
+        assert_eq!([0, 1, 2, 3, 5].map(|i| ran.splits[i]), [3, 2, 3, 3, 3]);
+        let row = 16 * 256;
         for (i, segment) in lengths.into_iter().enumerate() {
             let alone = Scene { segments: vec![segment], ..all.clone() }.run();
             assert!(alone.bits == ran.bits[i * row..][..row], "{segment:?} alone");
         }
+        // Without them the same splits, another rounding.
+        let other = all.without(&["matrix_attention"]).check();
+        assert!(other.launches.contains_key("attention_fixed") && other.bits != ran.bits);
     }
-    let mut long = scene(8, 1, 256, &[(1, 767), (1, 513), (1, 30)]);
-    (long.mma, long.fixed_from) = (true, 512);
-    let ran = long.check();
-    assert_eq!((ran.launches["attention_fixed_units"], ran.splits), (1, vec![3, 3, 1]));
 }

@@ -5,7 +5,7 @@ use lily_ops::ElementType;
 use crate::kernel_args;
 use crate::kernels::common::{Context, DeviceWeight, Matrix, StepShape};
 use crate::kernels::gemm::{Source, TILE_THREADS};
-use crate::kernels::route::{MOST_SELECTED, Routes, Selection};
+use crate::kernels::route::Routes;
 use crate::kernels::{elementwise, gemv};
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::scratch::Scratch;
@@ -39,14 +39,6 @@ kernel_args! {
         lanes: u32,
         /// Whether the result is `silu(a) · b`.
         paired: u32,
-    }
-
-    /// Of `decode_experts_routed`.
-    pub struct RoutedExpertsArgs {
-        /// The projections; `share` is how many experts a row selects.
-        experts: ExpertsArgs,
-        /// Experts.
-        count: u32,
     }
 
     /// Of `decode_experts_out`.
@@ -220,49 +212,6 @@ fn decode_experts(
         vec![constant(a), constant(b), read(x), read(ids), write(out)],
         &ExpertsArgs { a: a.matrix, b: b.matrix, share, lanes, paired: paired.into() },
         weights + x.bytes + ids.bytes + out.bytes,
-    );
-}
-
-/// Most experts that a kernel selects from on its way.
-const ROUTED_EXPERTS: u32 = 256;
-
-/// Whether selection and in-projections of a step can be one kernel.
-pub fn fits_routed(
-    c: &Context,
-    selection: &Selection,
-    gate: &DeviceWeight,
-    up: &DeviceWeight,
-) -> bool {
-    let sizes = selection.experts <= ROUTED_EXPERTS && selection.k <= MOST_SELECTED;
-    few(selection.rows) && c.tuning.fuse_experts_in && can_pair(gate, up) && sizes
-}
-
-/// Records the selection of experts and the selected ones' gate and up projections in one kernel; the ids of `op` are written.
-pub fn decode_experts_routed(r: &mut Recorder, selection: &Selection, op: &ExpertsIn) {
-    let (gate, up, entries) = (&op.gate.matrix, &op.up.matrix, op.rows * op.k);
-    let lanes = gemv::lanes(gate);
-    let experts = ExpertsArgs { a: *gate, b: *up, share: op.k, lanes, paired: 1 };
-    r.dispatch(
-        "decode_experts_routed",
-        [gate.rows.div_ceil(block(lanes, true)), entries, 1],
-        256,
-        vec![
-            constant(op.gate),
-            constant(op.up),
-            read(op.x),
-            read(selection.logits),
-            write(selection.ids),
-            write(selection.weights),
-            write(op.out),
-        ],
-        &RoutedExpertsArgs { experts, count: selection.experts },
-        selected_bytes(op.gate, entries)
-            + selected_bytes(op.up, entries)
-            + op.x.bytes
-            + selection.logits.bytes
-            + selection.ids.bytes
-            + selection.weights.bytes
-            + op.out.bytes,
     );
 }
 

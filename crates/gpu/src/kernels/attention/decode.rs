@@ -35,7 +35,7 @@ pub struct DecodePolicy {
     pub fixed_from: u32,
     /// Splits of the longest slot that the step may hold.
     pub splits: u32,
-    /// Whether matrix units do it.
+    /// Whether matrix units take the slots whose splits are pages.
     pub units: bool,
 }
 
@@ -61,7 +61,6 @@ impl DecodePolicy {
             && tuning.coalesced_kv
             && shape.heads_per_kv <= UNIT_HEADS
             && shape.head_dim.is_multiple_of(UNIT_ELEMENTS);
-        let packed = if units { shape.heads_per_kv } else { packed };
         let columns = kv_heads * shape.heads_per_kv.div_ceil(packed);
         let most_splits = (GROUPS_A_CORE * profile.cores).div_ceil(columns.max(1)).max(1);
         let gate = shape.head_dim == 256 && shape.heads_per_kv == 8 && tuning.fixed_block;
@@ -152,18 +151,24 @@ pub fn attention_decode_from(
     args.most_splits = policy.most_splits;
     args.fixed_from = policy.fixed_from;
     args.sums_at = outputs as u32;
-    let kernel = match (policy.units, policy.has_fixed(c.step.context)) {
-        (true, false) => "attention_split_units",
-        (true, true) => "attention_fixed_units",
-        (false, fixed) => split_kernel(c.tuning, fixed),
-    };
+    let fixed = policy.has_fixed(c.step.context);
+    let kernel = split_kernel(c.tuning, fixed && !policy.units);
     let columns = args.kv_heads * policy.cache_reads(c.shape);
     let mut bindings = attend.bindings(c);
     bindings.push(Binding::new(scratch, Access::Write));
     let partial = (outputs + sums) * 4;
     let cache = u64::from(segments) * attend.cache_bytes(c);
     let traffic = attend.row_bytes(c) + cache + partial;
-    r.dispatch(kernel, [policy.splits, columns, segments], 32 * SIMDS, bindings, &args, traffic);
+    if fixed && policy.units {
+        // Each for its own slots; the bytes of both are told with the second.
+        let general = [policy.most_splits, columns, segments];
+        r.dispatch(kernel, general, 32 * SIMDS, bindings.clone(), &args, 0);
+        let pages = [policy.splits, args.kv_heads, segments];
+        r.dispatch("attention_fixed_units", pages, 32 * SIMDS, bindings, &args, traffic);
+    } else {
+        let grid = [policy.splits, columns, segments];
+        r.dispatch(kernel, grid, 32 * SIMDS, bindings, &args, traffic);
+    }
 
     let read = [scratch, c.tables.headers, c.tables.segments];
     let mut bindings: Vec<Binding> = read.map(|o| Binding::new(o, Access::Read)).to_vec();
@@ -213,15 +218,15 @@ mod tests {
         let tuning = Tuning::default();
         // Device, KV heads, context, most splits, splits.
         let table = [
-            // 132 cores, 2 KV heads, all query heads at once: 264 threadgroups are 132 splits.
-            ("h200", 2, 64, 132, 1),
-            ("h200", 2, 65, 132, 2),
-            ("h200", 2, 4096, 132, 64),
-            ("h200", 2, 8448, 132, 132),
-            ("h200", 2, 32767, 132, 132),
+            // 132 cores, 2 KV heads in 2 packs each: 264 threadgroups are 66 splits.
+            ("h200", 2, 64, 66, 1),
+            ("h200", 2, 65, 66, 2),
+            ("h200", 2, 4096, 66, 64),
+            ("h200", 2, 4224, 66, 66),
+            ("h200", 2, 32767, 66, 66),
             // Pages from 32K on.
-            ("h200", 2, 32768, 132, 132),
-            ("h200", 2, 262_144, 132, 1024),
+            ("h200", 2, 32768, 66, 128),
+            ("h200", 2, 262_144, 66, 1024),
             // 40 cores: 80 threadgroups are 20 splits.
             ("m4-max", 2, 4096, 20, 20),
             ("m4-max", 2, 32768, 20, 128),
@@ -259,11 +264,13 @@ mod tests {
             assert_eq!((on.pack, on.cache_reads(&shape)), (pack, packed));
             assert_eq!((off.pack, off.cache_reads(&shape)), (1, apart));
             assert_eq!((on.splits, on.most_splits), (off.splits, off.most_splits));
-            // Matrix units take eight heads at once, of whole 128s of elements.
+            // Matrix units take eight heads at once, of whole 128s of elements, and cut nothing otherwise.
             let tuning = Tuning::default();
-            let units = DecodePolicy::new(&shape, &h200, &tuning, 2, 4096, FIXED_FROM);
+            let units = DecodePolicy::new(&shape, &h200, &tuning, 2, 40_000, FIXED_FROM);
+            let plain = Tuning::without("matrix_attention").unwrap();
+            let plain = DecodePolicy::new(&shape, &h200, &plain, 2, 40_000, FIXED_FROM);
             assert_eq!(units.units, head_dim % 128 == 0);
-            assert_eq!(units.cache_reads(&shape), if units.units { 1 } else { packed });
+            assert_eq!(DecodePolicy { units: false, ..units }, plain);
         }
     }
 
