@@ -183,10 +183,11 @@ fn generator(
     let options = |size: Size| {
         // Room for the prefixes of some conversations a request, and for requests that give way; it must not be
         // what makes the server too large.
-        let kept = snapshot_bytes(plan, size.context).saturating_mul(4 * size.parallel as u64);
+        let whole = snapshot_bytes(plan, size.context);
+        let kept = whole.saturating_mul(4 * size.parallel as u64).min(whole.max(MOST_KEPT));
         let spare = machine.available.map_or(u64::MAX, |bytes| bytes / 4);
         EngineOptions {
-            snapshot_bytes: kept.min(MOST_KEPT).min(spare),
+            snapshot_bytes: kept.min(spare),
             ..EngineOptions::new(size.context, size.parallel, args.compute.chunk)
         }
     };
@@ -218,7 +219,7 @@ const DEFAULT_PARALLEL: usize = 4;
 /// Context of a request unless asked otherwise, where the model has more.
 const DEFAULT_CONTEXT: usize = 32_768;
 
-/// Most bytes for kept states.
+/// Most bytes for kept states, unless a single one of a full context has more.
 const MOST_KEPT: u64 = 2 << 30;
 
 fn replay(file: &Path, limits: Limits, model: &ServedModel) -> anyhow::Result<Replay> {

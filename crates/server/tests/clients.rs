@@ -104,6 +104,7 @@ impl Generator for Handle {
             prompt_tokens_cached: 0,
             steps: 0,
             preemptions: 0,
+            prefixes_skipped: 0,
             faults: 0,
         }
     }
