@@ -394,6 +394,28 @@ fn fewer_pages_than_sessions_could_fill() {
 }
 
 #[test]
+fn what_the_device_cannot_bear_is_refused_before_it_is_prepared() {
+    let need = MemoryNeed { kv: 600, weights: 400, ..MemoryNeed::default() };
+    for (limit, fits) in [
+        (None, true),
+        (Some(MemoryLimit::Own(1000)), true),
+        (Some(MemoryLimit::Own(999)), false),
+        (Some(MemoryLimit::HostWithin(1000)), true),
+        (Some(MemoryLimit::HostWithin(999)), false),
+    ] {
+        let device = FakeDevice { need, limit, ..FakeDevice::default() };
+        let engine = Engine::on_machine(&device, plan(), Vec::new(), OPTIONS, &Machine::UNKNOWN);
+        match engine {
+            Ok(_) => assert!(fits, "{limit:?}"),
+            Err(EngineError::OutOfMemory { refusal, .. }) => {
+                assert!(!fits && refusal.to_string().contains("1000 B"), "{limit:?}: {refusal}");
+            }
+            Err(other) => panic!("{limit:?}: {other}"),
+        }
+    }
+}
+
+#[test]
 fn options_are_checked() {
     for (options, name) in [
         (EngineOptions { context: 0, ..OPTIONS }, "context"),

@@ -107,3 +107,56 @@ impl Device for GpuDevice {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::null::NullDriver;
+
+    /// A device, and how often a driver was opened.
+    fn device(name: &str, opens: bool) -> (GpuDevice, Arc<AtomicUsize>) {
+        let profile = Profile::named(name).expect("a known profile");
+        let (count, driver) = (Arc::new(AtomicUsize::new(0)), profile.clone());
+        let counted = Arc::clone(&count);
+        let open = move || -> Result<Box<dyn Driver>, DriverError> {
+            counted.fetch_add(1, Ordering::SeqCst);
+            match opens {
+                true => Ok(Box::new(NullDriver::new(driver.clone()))),
+                false => Err(DriverError::Lost("it is gone".into())),
+            }
+        };
+        (GpuDevice::new(profile, Tuning::default(), Box::new(open)), count)
+    }
+
+    #[test]
+    fn a_device_tells_what_it_may_take() {
+        for (name, limit) in
+            [("m1-max", MemoryLimit::HostWithin(48 << 30)), ("h200", MemoryLimit::Own(139 << 30))]
+        {
+            let (device, opened) = device(name, true);
+            assert_eq!(device.memory_limit(), limit);
+            // The driver stays for the next question and for the next program.
+            assert_eq!(device.memory_limit(), limit);
+            assert_eq!(opened.load(Ordering::SeqCst), 1);
+        }
+    }
+
+    #[test]
+    fn what_a_driver_has_given_away_is_not_there() {
+        let (device, _) = device("h200", true);
+        let mut driver = (device.open)().unwrap();
+        driver.allocate("x", 39 << 30, crate::driver::Placement::Device).unwrap();
+        *device.spare() = Some(driver);
+        assert_eq!(device.memory_limit(), MemoryLimit::Own(100 << 30));
+    }
+
+    #[test]
+    fn a_device_that_is_gone_is_refused_when_it_is_prepared() {
+        let (device, opened) = device("h200", false);
+        assert_eq!(device.memory_limit(), MemoryLimit::Own(139 << 30));
+        assert_eq!(device.memory_limit(), MemoryLimit::Own(139 << 30));
+        assert_eq!(opened.load(Ordering::SeqCst), 2);
+    }
+}
