@@ -30,7 +30,7 @@ pub fn fitting(wanted: Size, free: Free, fits: impl Fn(Size) -> bool) -> Size {
         let shorter = (free.context && size.context > LEAST_CONTEXT)
             .then(|| Size { context: (size.context / 2).max(LEAST_CONTEXT), ..size });
         let fewer = (free.parallel && size.parallel > 1)
-            .then(|| Size { parallel: size.parallel / 2, ..size });
+            .then_some(Size { parallel: size.parallel / 2, ..size });
         let less = if turn { fewer.or(shorter) } else { shorter.or(fewer) };
         let Some(less) = less else { break };
         size = less;
