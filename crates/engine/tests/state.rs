@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::*;
-use lily_device::MemoryLimit, MemoryNeed;
+use lily_device::{MemoryLimit, MemoryNeed};
 use lily_engine::*;
 use lily_ops::{Plan, WeightFormat, WeightSpec};
 
