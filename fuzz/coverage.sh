@@ -45,6 +45,8 @@ measure lily-chat template template chat/src/{source,concat,template}.rs
 measure lily-chat tokenizer tokenizer chat/src/tokenizer.rs chat/src/tokenizer/{definition,added,alphabet,pieces}.rs
 measure lily-chat detokenizer detokenizer chat/src/detokenizer.rs
 measure lily-chat stop stop chat/src/stop.rs
+measure lily-chat tools tools chat/src/{answer,marks}.rs chat/src/tools/{call,content,follow,schema}.rs
+measure lily-chat reasoning reasoning chat/src/{answer,marks,reasoning}.rs chat/src/tools/{call,follow}.rs
 measure lily-chat defaults config chat/src/defaults.rs
 measure lily-checkpoint header header checkpoint/src/{header,json,dtype}.rs
 measure lily-checkpoint index index checkpoint/src/{index,json}.rs

@@ -10,6 +10,8 @@ HOMES = {
     "tokenizer": ("chat", ["lily_chat"]),
     "detokenizer": ("chat", ["lily_chat"]),
     "stop": ("chat", ["lily_chat"]),
+    "tools": ("chat", ["lily_chat"]),
+    "reasoning": ("chat", ["lily_chat"]),
     "header": ("checkpoint", ["lily_checkpoint"]),
     "index": ("checkpoint", ["lily_checkpoint"]),
     "config": ("model", ["lily_model"]),

@@ -4,9 +4,10 @@
     soak.py --lily PROGRAM --model DIR [--requests 10000] [--at-once 32] [--server-arg ARG …]
 
 Each request must be answered rightly or refused rightly: greedy answers equal those given one by one before, bad
-requests are a 400, clients that go away are forgotten. /health must stay 200 throughout, nothing may run or wait at
-the end, and memory (RSS) may grow by at most 16 MB between a tenth of the requests and all of them. Prints the p99 of
-the times between tokens of 8 streams. Exits with 1 if a bound is missed.
+requests are a 400, clients that go away are forgotten; where log-probabilities are asked for, each token and each figure is
+compared. /health must stay 200 throughout, nothing may run or wait at the end, all slots must then be there for as many long
+answers, and memory (RSS) may grow by at most 16 MB between a tenth of the requests and all of them. Prints the p99 of the
+times between tokens of 8 streams. Exits with 1 if a bound is missed.
 """
 import argparse
 import itertools
@@ -38,12 +39,13 @@ def bodies():
         yield dict(base, **OFF)
         yield dict(base)
         yield dict(base, tools=[TOOL], **OFF)
+        yield dict(base, logprobs=True, top_logprobs=2, **OFF)
         yield dict(base, temperature=1.0, seed=i, logprobs=True, top_logprobs=2, **OFF)
         yield dict(base, stop=["e", "\n\n"], frequency_penalty=0.5, **OFF)
 
 
 def ask(srv, body, stream, leave=None):
-    """(status, reasoning, text, calls, finish); None if the client left."""
+    """(status, reasoning, text, calls, finish, log-probabilities); None if the client left."""
     c = H.Conn(srv.port, time.monotonic() + 300)
     try:
         body = dict(body, stream=stream)
@@ -55,14 +57,14 @@ def ask(srv, body, stream, leave=None):
             return None
         status, hd = c.head()
         if status != 200:
-            return status, b"".join(c.pieces(status, hd)), None, None, None
+            return status, b"".join(c.pieces(status, hd)), None, None, None, None
         if stream:
             r = H.stream_result(H.sse(c.pieces(status, hd)), hd, c.clean)
             H.check(r.done and not r.error, "the stream broke off: %s" % r.error)
         else:
             r = H.plain_result(H.Resp(status, hd, b"".join(c.pieces(status, hd))))
         calls = [(x.name, x.raw) for x in r.calls] if r.finish != "length" else []
-        return status, r.reasoning, r.text, calls, r.finish
+        return status, r.reasoning, r.text, calls, r.finish, r.logprobs or None
     finally:
         c.close()
 
@@ -94,6 +96,27 @@ def gaps(srv):
         c.close()
     H.parallel([lambda i=i: one(i) for i in range(8)], 300)
     return sorted(out)
+
+
+def slots(srv):
+    """All slots run at once: none was lost."""
+    limit = int(get(srv, "/metrics").text.split("\nlily_parallel_limit ")[1].split("\n")[0])
+    body = {"max_tokens": 1500, "temperature": 1.5, "stream": True, "messages": [{"role": "user", "content": "Go on."}]}
+    with open(os.path.join(srv.opts.model, "generation_config.json")) as f:
+        ends = json.load(f)["eos_token_id"]
+    body["logit_bias"] = {str(i): -100 for i in (ends if isinstance(ends, list) else [ends])}
+    held = []
+    for _ in range(limit):
+        c = H.Conn(srv.port, time.monotonic() + 300)
+        c.send(H.build_request("POST", "/v1/chat/completions", {}, json.dumps(body).encode(), srv.port))
+        held.append(c)
+    most, end = 0, time.monotonic() + 30
+    while most < limit and time.monotonic() < end:
+        running = int(get(srv, "/metrics").text.split("\nlily_requests_running ")[1].split("\n")[0])
+        most = max(most, running)
+    for c in held:
+        c.abort()
+    return most, limit
 
 
 class Soak:
@@ -190,12 +213,16 @@ def main():
             growth = soak.run()
             seconds = time.monotonic() - t0
             times = gaps(srv)
+            most, limit = slots(srv)
         finally:
             srv.stop()
     print("%d requests in %.0f s: %s" % (o.requests, seconds, ", ".join("%d %s" % (n, k) for k, n in soak.counts.items())))
     print("RSS grew by %.1f MB from request %d to %d" % (growth / 1e6, o.requests // 10, o.requests))
     if times:
         print("8 streams: p50 %.1f ms, p99 %.1f ms between tokens" % (times[len(times) // 2] * 1e3, times[len(times) * 99 // 100] * 1e3))
+    print("%d of %d slots run at the end" % (most, limit))
+    if most < limit:
+        soak.faults.append("slots were lost")
     if growth > MOST_GROWTH:
         soak.faults.append("RSS grew by more than %d MB" % (MOST_GROWTH >> 20))
     for fault in soak.faults[:20]:

@@ -1,7 +1,7 @@
 //! The record of what was measured: tab-separated files that only grow.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, Write};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -65,10 +65,13 @@ impl Run {
         if let Some(folder) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
             fs::create_dir_all(folder)?;
         }
-        let mut file = OpenOptions::new().create(true).append(true).open(path)?;
+        let mut file = OpenOptions::new().read(true).create(true).append(true).open(path)?;
         let mut text = String::new();
         if file.metadata()?.len() == 0 {
             text = format!("{HEAD}\n");
+        } else if !ends_a_line(&mut file)? {
+            // A program that was killed while it wrote: its row must not become part of this one.
+            text.push('\n');
         }
         for figure in figures {
             text.push_str(&self.row(figure));
@@ -77,6 +80,13 @@ impl Run {
         // At once, so that two programs never mix within a row.
         file.write_all(text.as_bytes())
     }
+}
+
+fn ends_a_line(file: &mut File) -> io::Result<bool> {
+    let mut last = [0];
+    file.seek(SeekFrom::End(-1))?;
+    file.read_exact(&mut last)?;
+    Ok(last == *b"\n")
 }
 
 /// Five significant digits.
@@ -189,6 +199,19 @@ mod tests {
         for line in lines {
             assert_eq!(line.split('\t').count(), 10);
         }
+    }
+
+    #[test]
+    fn a_row_that_broke_off_spoils_no_other() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("results.tsv");
+        fs::write(&path, format!("{HEAD}\n2026-11-30\tabc")).unwrap();
+        let (what, value, unit) = ("x".into(), "2".into(), "s".into());
+        let figure = Figure { what, value, unit, rounds: Vec::new() };
+        run().append(&path, std::slice::from_ref(&figure)).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines, [HEAD, "2026-11-30\tabc", &run().row(&figure)]);
     }
 
     #[test]

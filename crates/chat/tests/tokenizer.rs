@@ -344,8 +344,18 @@ fn long_texts_are_tokenized_in_pieces_as_they_are_whole() {
     }
     expected.extend(TOKENIZER.encode("Next ").unwrap());
     assert!(ids == expected);
+    // Without a line break: between words.
+    let words = "all of it words, 12 345  and é too ";
+    let ids = TOKENIZER.encode(&words.repeat(30_000)).unwrap();
+    let mut expected = TOKENIZER.encode(words.trim_end()).unwrap();
+    let middle = TOKENIZER.encode(&format!(" {}", words.trim_end())).unwrap();
+    for _ in 1..30_000 {
+        expected.extend(&middle);
+    }
+    expected.extend(TOKENIZER.encode(" ").unwrap());
+    assert!(ids == expected);
     let error = TOKENIZER.encode(&"a".repeat(9 << 20)).unwrap_err().to_string();
-    assert!(error.contains("no line begins"), "{error}");
+    assert!(error.contains("no line or word begins"), "{error}");
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use lily_checkpoint::{Checkpoint, VerifyReport};
-use lily_device::Plan;
+use lily_device::{MemoryLimit, Plan};
 use lily_engine::{Budget, EngineOptions, Machine, budget};
 use lily_model::{Claim, Layout, ModelConfig, Precision, load, plan_of_config};
 use lily_ops::{ElementType, WeightFormat};
@@ -65,6 +65,7 @@ pub struct Inspection {
     /// KV cache bytes of one token.
     pub kv_token: u64,
     pub machine: Machine,
+    pub limit: MemoryLimit,
 }
 
 /// The files of a checkpoint and what became of their tensors.
@@ -275,7 +276,8 @@ fn inspection(
         device: device.name(),
         budget: budget(&*device, plan, &options),
         kv_token: (plan.state.page_bytes() / lily_ops::plan::PAGE_TOKENS) as u64,
-        machine: if args.compute.on_host() { Machine::detect() } else { Machine::UNKNOWN },
+        machine: Machine::detect(),
+        limit: device.memory_limit(),
     })
 }
 

@@ -7,6 +7,7 @@ mod bench;
 mod chat;
 mod doctor;
 mod failure;
+mod fit;
 mod inspect;
 mod interrupt;
 mod licenses;

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use anyhow::Context;
 use lily_chat::{ChatTemplate, GenerationDefaults, Tokenizer, find_template, generation_defaults};
 use lily_checkpoint::Checkpoint;
+use lily_device::Device;
 use lily_engine::{
-    Engine, EngineError, EngineOptions, MAX_CHECKPOINT_BYTES, MAX_CHECKPOINTS, Machine,
-    SampleParams, snapshot_bytes,
+    Engine, EngineError, EngineOptions, MAX_CHECKPOINT_BYTES, MAX_CHECKPOINTS, SampleParams,
+    snapshot_bytes,
 };
 use lily_model::{Model, load};
 use lily_ops::sample::TokenMask;
@@ -127,23 +128,19 @@ impl Opened {
     }
 
     fn prepare(&self, compute: &ComputeArgs, options: EngineOptions) -> anyhow::Result<Engine> {
-        Ok(self.engines(compute)?(options)?)
+        Ok(self.engines(compute.device()?.into())(options)?)
     }
 
-    /// What prepares engines for this model, all on one device.
+    /// What prepares engines for this model on a device.
     pub fn engines(
         &self,
-        compute: &ComputeArgs,
-    ) -> anyhow::Result<impl Fn(EngineOptions) -> Result<Engine, EngineError> + Send + use<>> {
-        let device = compute.device()?;
+        device: Arc<dyn Device>,
+    ) -> impl Fn(EngineOptions) -> Result<Engine, EngineError> + Send + use<> {
         let (plan, weights) = (Arc::clone(&self.model.plan), self.model.weights.clone());
-        let on_host = compute.on_host();
-        Ok(move |options: EngineOptions| {
-            // A GPU with memory of its own knows itself what fits.
-            let machine = if on_host { Machine::detect() } else { Machine::UNKNOWN };
+        move |options: EngineOptions| {
             // A step that turns out to be one too many is taken back, where two in flight save time.
             let options = EngineOptions { undo: options.undo || device.overlaps(), ..options };
-            Engine::on_machine(&*device, Arc::clone(&plan), weights.clone(), options, &machine)
-        })
+            Engine::new(&*device, Arc::clone(&plan), weights.clone(), options)
+        }
     }
 }

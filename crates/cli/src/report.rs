@@ -3,6 +3,7 @@
 use std::io;
 
 use lily_checkpoint::{ChecksumStatus, VerifyReport};
+use lily_device::MemoryLimit;
 use lily_model::{Claim, Layout, ModelConfig};
 use lily_ops::LayerKind;
 use serde_json::{Value, json};
@@ -159,7 +160,10 @@ fn memory(i: &Inspection) -> String {
     {
         rows.extend(known.map(|n| row(what, n)));
     }
-    let fits = match b.check(&i.machine) {
+    if let MemoryLimit::HostWithin(n) | MemoryLimit::Own(n) = i.limit {
+        rows.push(row("available on the device", n));
+    }
+    let fits = match b.check(&i.machine, i.limit) {
         Ok(()) => String::new(),
         Err(refusal) => format!("  does not fit: {refusal}\n"),
     };
@@ -209,7 +213,7 @@ fn as_json(args: &InspectArgs, i: &Inspection, verified: Option<&VerifyReport>) 
             "allocated": b.anonymous(),
             "machine_total": i.machine.total,
             "machine_available": i.machine.available,
-            "fits": b.check(&i.machine).is_ok(),
+            "fits": b.check(&i.machine, i.limit).is_ok(),
         },
         "verify": verified.map(verify_json),
     })

@@ -7,13 +7,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use clap::Args;
-use lily_device::{Device, Plan};
+use lily_device::Device;
 use lily_engine::{EngineOptions, Machine, budget, snapshot_bytes};
 use lily_scheduler::{Generator, Limits, Scheduler, SchedulerOptions};
 use lily_server::replay::{Replay, Script};
 use lily_server::{Options, ServedModel};
 
 use crate::failure::Failure;
+use crate::fit::{Free, Size, fitting, told};
 use crate::model::Opened;
 use crate::options::{ComputeArgs, ModelArgs, count};
 use crate::output::note;
@@ -35,14 +36,14 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PORT", default_value_t = 8080)]
     pub port: u16,
 
-    /// Context of each request in tokens: prompt and answer together. Default: 32768, or what the model or,
-    /// on the CPU, memory allows.
+    /// Context of each request in tokens: prompt and answer together. Default: 32768, or what the model or
+    /// memory allows.
     #[arg(long, value_name = "N", value_parser = count)]
     pub ctx: Option<usize>,
 
-    /// Requests that run at once.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = count)]
-    pub parallel: usize,
+    /// Requests that run at once. Default: 4, or what memory allows.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub parallel: Option<usize>,
 
     /// Requests that may wait; more are refused with status 429.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = queue)]
@@ -76,6 +77,10 @@ pub struct ServeArgs {
     /// Seconds in which all headers of a request must arrive.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub header_timeout: u64,
+
+    /// Seconds after which a client that reads nothing is given up.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub write_timeout: u64,
 
     /// Answer by a script instead of the model: JSON Lines with match and text; see docs/api.md.
     #[arg(long, value_name = "FILE")]
@@ -116,6 +121,7 @@ fn options(args: &ServeArgs) -> Result<Options, Failure> {
         cors_origins: args.cors_origin.clone(),
         max_body: args.max_body,
         header_timeout: Duration::from_secs(args.header_timeout),
+        write_timeout: Duration::from_secs(args.write_timeout),
         ..Options::new(args.host)
     })
 }
@@ -161,60 +167,59 @@ fn generator(
     model: &ServedModel,
 ) -> anyhow::Result<Arc<dyn Generator>> {
     let most = opened.model.config.max_position_embeddings;
-    let context = args.ctx.unwrap_or(most.min(DEFAULT_CONTEXT));
-    opened.check_context(context)?;
+    let wanted = Size {
+        context: args.ctx.unwrap_or(most.min(DEFAULT_CONTEXT)),
+        parallel: args.parallel.unwrap_or(DEFAULT_PARALLEL),
+    };
+    opened.check_context(wanted.context)?;
     if let Some(file) = &args.replay {
-        let limits = Limits { context, parallel: args.parallel, queue: args.queue };
+        let Size { context, parallel } = wanted;
+        let limits = Limits { context, parallel, queue: args.queue };
         return Ok(Arc::new(replay(file, limits, model)?));
     }
-    let (factory, plan) = (opened.engines(&args.compute)?, &opened.model.plan);
-    let options = |context| {
-        // Room for the prefixes of some conversations a request, and for requests that give way.
-        let kept = snapshot_bytes(plan, context).saturating_mul(4 * args.parallel as u64);
+    let device: Arc<dyn Device> = args.compute.device()?.into();
+    let plan = &opened.model.plan;
+    let machine = Machine::detect();
+    let options = |size: Size| {
+        // Room for the prefixes of some conversations a request, and for requests that give way; it must not be
+        // what makes the server too large.
+        let whole = snapshot_bytes(plan, size.context);
+        let kept = whole.saturating_mul(4 * size.parallel as u64).min(whole.max(MOST_KEPT));
+        let spare = machine.available.map_or(u64::MAX, |bytes| bytes / 4);
         EngineOptions {
-            snapshot_bytes: kept.min(MOST_KEPT),
-            ..EngineOptions::new(context, args.parallel, args.compute.chunk())
+            snapshot_bytes: kept.min(spare),
+            ..EngineOptions::new(size.context, size.parallel, args.compute.chunk())
         }
     };
-    let options = options(match args.ctx {
-        Some(context) => context,
-        None => fitting(context, &*args.compute.device()?, plan, args.compute.on_host(), options),
+    let free = Free { context: args.ctx.is_none(), parallel: args.parallel.is_none() };
+    let limit = device.memory_limit();
+    let size = fitting(wanted, free, |size| {
+        // As the engines are made.
+        let options = EngineOptions { undo: device.overlaps(), ..options(size) };
+        budget(&*device, plan, &options).check(&machine, limit).is_ok()
     });
+    if let Some(line) = told(wanted, size) {
+        note(&line);
+    }
+    let options = options(size);
     let scheduling = SchedulerOptions {
         queue: args.queue,
         // A GPU computes prompts and answers by different kernels.
         mixed: args.compute.on_host(),
         ..SchedulerOptions::default()
     };
+    let factory = opened.engines(device);
     let factory = Box::new(move || factory(options));
     Ok(Arc::new(Scheduler::new(factory, scheduling)?))
 }
 
-/// The longest context up to `most` that fits this machine's memory; at least [`LEAST_CONTEXT`].
-fn fitting(
-    most: usize,
-    device: &dyn Device,
-    plan: &Plan,
-    on_host: bool,
-    options: impl Fn(usize) -> EngineOptions,
-) -> usize {
-    let machine = if on_host { Machine::detect() } else { Machine::UNKNOWN };
-    let mut context = most;
-    while context > LEAST_CONTEXT
-        && budget(device, plan, &options(context)).check(&machine).is_err()
-    {
-        context = (context / 2).max(LEAST_CONTEXT);
-    }
-    context
-}
-
-/// A context that nobody asked for is not made shorter than this.
-const LEAST_CONTEXT: usize = 4096;
+/// Requests at once unless asked otherwise.
+const DEFAULT_PARALLEL: usize = 4;
 
 /// Context of a request unless asked otherwise, where the model has more.
 const DEFAULT_CONTEXT: usize = 32_768;
 
-/// Most bytes for kept states.
+/// Most bytes for kept states, unless a single one of a full context has more.
 const MOST_KEPT: u64 = 2 << 30;
 
 fn replay(file: &Path, limits: Limits, model: &ServedModel) -> anyhow::Result<Replay> {

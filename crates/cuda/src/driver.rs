@@ -561,6 +561,13 @@ impl Driver for CudaDriver {
     fn allocated(&self) -> u64 {
         self.buffers.values().map(|m| m.bytes).sum()
     }
+
+    fn available(&self) -> Result<u64, DriverError> {
+        self.enter()?;
+        let (free, _) = result::mem_get_info()
+            .map_err(|e| DriverError::Lost(unavailable(&self.profile.name, e)))?;
+        Ok(free as u64)
+    }
 }
 
 impl Drop for CudaDriver {

@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
-use crate::program::{Counters, Device, Limits, MemoryNeed, PrepareError, Program, Snapshot};
+use crate::program::{
+    Counters, Device, Limits, MemoryLimit, MemoryNeed, PrepareError, Program, Snapshot,
+};
 use crate::step::{Refusal, SlotId, Step, StepError, StepOut, Ticket};
 use crate::weights::Weight;
 
@@ -265,6 +267,10 @@ impl Device for FaultyDevice {
 
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {
         self.inner.memory(plan, limits)
+    }
+
+    fn memory_limit(&self) -> MemoryLimit {
+        self.inner.memory_limit()
     }
 
     fn prepare(

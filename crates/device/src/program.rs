@@ -51,6 +51,17 @@ impl MemoryNeed {
     }
 }
 
+/// The memory that a device's programs are made from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryLimit {
+    /// The host's: what the machine, or the container that the process runs in, has.
+    Host,
+    /// The host's, and at most so many bytes of it at present.
+    HostWithin(u64),
+    /// The device's own, so many bytes at present.
+    Own(u64),
+}
+
 /// Why a plan cannot be prepared.
 #[derive(Debug, thiserror::Error)]
 pub enum PrepareError {
@@ -93,6 +104,12 @@ pub trait Device: Send + Sync {
 
     /// Bytes that [`prepare`](Self::prepare) would allocate.
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed;
+
+    /// What a program may take at present, other programs of the device being as they are. What a device does
+    /// not tell is the host's.
+    fn memory_limit(&self) -> MemoryLimit {
+        MemoryLimit::Host
+    }
 
     /// Chooses kernels, lays out memory and returns a program. `weights` are the plan's, in its order.
     fn prepare(

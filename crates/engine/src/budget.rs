@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use lily_device::{Device, Plan};
+use lily_device::{Device, MemoryLimit, Plan};
 
 use crate::engine::EngineOptions;
 use crate::memory::Machine;
@@ -39,14 +39,31 @@ impl Budget {
         self.weights.saturating_add(self.anonymous())
     }
 
-    /// Compares with what the machine has. Weights beyond memory would be read from the disk again for
-    /// every token, so they count although they are not allocated.
-    pub fn check(&self, machine: &Machine) -> Result<(), MemoryRefusal> {
-        let too_much = machine.total.is_some_and(|t| self.total() > t)
-            || machine.available.is_some_and(|a| self.anonymous() > a);
-        match too_much {
-            true => Err(MemoryRefusal { budget: *self, machine: *machine }),
-            false => Ok(()),
+    /// What the device allocates: everything but snapshots and logits.
+    pub fn on_device(&self) -> u64 {
+        [self.kv, self.state, self.scratch].into_iter().fold(self.copies, u64::saturating_add)
+    }
+
+    /// Compares with what the machine has, and the device where that is less. Weights beyond the host's memory
+    /// would be read from the disk again for every token, so there they count although they are not allocated.
+    ///
+    /// # Errors
+    /// It does not fit.
+    pub fn check(&self, machine: &Machine, limit: MemoryLimit) -> Result<(), MemoryRefusal> {
+        let within = |bytes: u64, bound: Option<u64>| bound.is_none_or(|bound| bytes <= bound);
+        let on_host =
+            within(self.total(), machine.total) && within(self.anonymous(), machine.available);
+        let fits = match limit {
+            MemoryLimit::Host => on_host,
+            MemoryLimit::HostWithin(bytes) => on_host && self.on_device() <= bytes,
+            MemoryLimit::Own(bytes) => {
+                let rest = self.snapshots.saturating_add(self.logits);
+                self.on_device() <= bytes && within(rest, machine.available)
+            }
+        };
+        match fits {
+            true => Ok(()),
+            false => Err(MemoryRefusal { budget: *self, machine: *machine, limit }),
         }
     }
 }
@@ -73,6 +90,21 @@ pub struct MemoryRefusal {
     pub budget: Budget,
     /// What there is.
     pub machine: Machine,
+    /// What there is for the device.
+    pub limit: MemoryLimit,
+}
+
+impl MemoryRefusal {
+    /// Whether no context is short enough.
+    fn by_weights(&self) -> bool {
+        let Budget { weights, copies, .. } = self.budget;
+        let on_host = self.machine.total.is_some_and(|t| weights.saturating_add(copies) > t);
+        match self.limit {
+            MemoryLimit::Host => on_host,
+            MemoryLimit::HostWithin(bytes) => on_host || copies > bytes,
+            MemoryLimit::Own(bytes) => copies > bytes,
+        }
+    }
 }
 
 impl fmt::Display for MemoryRefusal {
@@ -94,17 +126,26 @@ impl fmt::Display for MemoryRefusal {
                 write!(f, ", {what} {}", Bytes(bytes))?;
             }
         }
-        write!(f, ": {} in all, {} of it allocated; ", Bytes(b.total()), Bytes(b.anonymous()))?;
         let known = |bytes: Option<u64>| bytes.map_or("unknown".into(), |b| Bytes(b).to_string());
-        write!(
-            f,
-            "the machine has {}, of which available {}; ",
-            known(self.machine.total),
-            known(self.machine.available)
-        )?;
-        match self.machine.total.is_some_and(|t| b.weights + b.copies > t) {
+        let available = known(self.machine.available);
+        if let MemoryLimit::Own(bytes) = self.limit {
+            let rest = b.snapshots.saturating_add(b.logits);
+            write!(f, ": {} on the device, {} beside it; ", Bytes(b.on_device()), Bytes(rest))?;
+            write!(f, "the device has {} free, the machine {available}; ", Bytes(bytes))?;
+        } else {
+            let (all, allocated) = (Bytes(b.total()), Bytes(b.anonymous()));
+            write!(f, ": {all} in all, {allocated} of it allocated; ")?;
+            let total = known(self.machine.total);
+            write!(f, "the machine has {total}, of which available {available}; ")?;
+        }
+        if let MemoryLimit::HostWithin(bytes) = self.limit {
+            write!(f, "the device may take {} for {}; ", Bytes(bytes), Bytes(b.on_device()))?;
+        }
+        match self.by_weights() {
             true => f.write_str("the weights alone do not fit: use a smaller model"),
-            false => f.write_str("use a shorter --context, fewer slots or a smaller --chunk"),
+            false => f.write_str(
+                "use a shorter --context, fewer slots or a smaller --chunk (lily serve: --ctx, --parallel)",
+            ),
         }
     }
 }
@@ -149,41 +190,80 @@ mod tests {
 
     #[test]
     fn what_fits_and_what_does_not() {
-        assert_eq!(need().check(&machine(23 * G, 3 * G)), Ok(()));
-        assert!(need().check(&machine(23 * G - 1, 3 * G)).is_err());
-        assert!(need().check(&machine(23 * G, 3 * G - 1)).is_err());
+        assert_eq!(need().check(&machine(23 * G, 3 * G), MemoryLimit::Host), Ok(()));
+        assert!(need().check(&machine(23 * G - 1, 3 * G), MemoryLimit::Host).is_err());
+        assert!(need().check(&machine(23 * G, 3 * G - 1), MemoryLimit::Host).is_err());
         // Copies are allocated: they count twice over the mapped weights.
         let copied = Budget { copies: 20 * G, ..need() };
-        assert!(copied.check(&machine(64 * G, 22 * G)).is_err());
-        assert_eq!(copied.check(&machine(64 * G, 23 * G)), Ok(()));
+        assert!(copied.check(&machine(64 * G, 22 * G), MemoryLimit::Host).is_err());
+        assert_eq!(copied.check(&machine(64 * G, 23 * G), MemoryLimit::Host), Ok(()));
         for more in [Budget { snapshots: G, ..need() }, Budget { logits: G, ..need() }] {
             assert_eq!(more.anonymous(), 4 * G);
-            assert_eq!(more.check(&machine(24 * G, 4 * G)), Ok(()));
-            assert!(more.check(&machine(24 * G, 4 * G - 1)).is_err());
+            assert_eq!(more.check(&machine(24 * G, 4 * G), MemoryLimit::Host), Ok(()));
+            assert!(more.check(&machine(24 * G, 4 * G - 1), MemoryLimit::Host).is_err());
         }
     }
 
     #[test]
     fn nothing_known_refuses_nothing() {
-        assert_eq!(need().check(&Machine::UNKNOWN), Ok(()));
-        assert!(need().check(&Machine { total: None, available: Some(G) }).is_err());
-        assert!(need().check(&Machine { total: Some(G), available: None }).is_err());
+        assert_eq!(need().check(&Machine::UNKNOWN, MemoryLimit::Host), Ok(()));
+        assert!(
+            need().check(&Machine { total: None, available: Some(G) }, MemoryLimit::Host).is_err()
+        );
+        assert!(
+            need().check(&Machine { total: Some(G), available: None }, MemoryLimit::Host).is_err()
+        );
     }
 
     #[test]
     fn the_message_has_all_figures_and_a_hint_that_helps() {
-        let text = need().check(&machine(22 * G, 2 * G)).unwrap_err().to_string();
+        let text =
+            need().check(&machine(22 * G, 2 * G), MemoryLimit::Host).unwrap_err().to_string();
         for part in ["20.0 GiB", "2.0 GiB", "512.0 MiB", "23.0 GiB", "3.0 GiB", "22.0 GiB"] {
             assert!(text.contains(part), "{part} in {text}");
         }
         assert!(text.contains("shorter --context, fewer slots"), "{text}");
         assert!(!text.contains("snapshots") && !text.contains("logits"), "{text}");
         let more = Budget { snapshots: 3 * G, logits: 5 * G, ..need() };
-        let text = more.check(&machine(22 * G, 2 * G)).unwrap_err().to_string();
+        let text = more.check(&machine(22 * G, 2 * G), MemoryLimit::Host).unwrap_err().to_string();
         assert!(text.contains("snapshots 3.0 GiB, logits 5.0 GiB: 31.0 GiB in all"), "{text}");
-        let text = need().check(&machine(8 * G, 2 * G)).unwrap_err().to_string();
+        let text = need().check(&machine(8 * G, 2 * G), MemoryLimit::Host).unwrap_err().to_string();
         assert!(text.contains("smaller model"), "{text}");
         assert!(!text.contains("--context"), "{text}");
+    }
+
+    #[test]
+    fn a_device_with_memory_of_its_own() {
+        // The mapped weights are read once: they need not stay in the host's memory.
+        let copied = Budget { copies: 20 * G, snapshots: 2 * G, ..need() };
+        let host = machine(8 * G, 2 * G);
+        assert_eq!(copied.on_device(), 23 * G);
+        assert_eq!(copied.check(&host, MemoryLimit::Own(23 * G)), Ok(()));
+        let refused =
+            |machine: &Machine, limit| copied.check(machine, limit).unwrap_err().to_string();
+        let text = refused(&host, MemoryLimit::Own(23 * G - 1));
+        for part in
+            ["23.0 GiB on the device", "2.0 GiB beside it", "the device has 23.0", "--context"]
+        {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert!(refused(&host, MemoryLimit::Own(19 * G)).contains("smaller model"));
+        let text = refused(&machine(8 * G, G), MemoryLimit::Own(23 * G));
+        assert!(text.contains("the machine 1.0 GiB") && text.contains("--context"), "{text}");
+        // What the host cannot tell refuses nothing; the device's figure still does.
+        assert_eq!(copied.check(&Machine::UNKNOWN, MemoryLimit::Own(23 * G)), Ok(()));
+        assert!(copied.check(&Machine::UNKNOWN, MemoryLimit::Own(G)).is_err());
+    }
+
+    #[test]
+    fn a_device_that_may_take_part_of_the_hosts_memory() {
+        let host = machine(64 * G, 32 * G);
+        assert_eq!(need().check(&host, MemoryLimit::HostWithin(3 * G)), Ok(()));
+        let refusal = need().check(&host, MemoryLimit::HostWithin(2 * G)).unwrap_err();
+        let text = refusal.to_string();
+        assert!(text.contains("the device may take 2.0 GiB for 3.0 GiB"), "{text}");
+        assert!(text.contains("--context"), "{text}");
+        assert!(need().check(&machine(22 * G, 32 * G), MemoryLimit::HostWithin(3 * G)).is_err());
     }
 
     #[test]

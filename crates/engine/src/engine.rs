@@ -104,7 +104,7 @@ impl fmt::Debug for Engine {
 
 impl Engine {
     /// Prepares `plan` on `device`. `weights` are the plan's, in its order. What does not fit into the memory
-    /// of this machine is refused before anything is allocated.
+    /// of this machine or of the device is refused before anything is allocated.
     pub fn new(
         device: &dyn Device,
         plan: Arc<Plan>,
@@ -114,7 +114,8 @@ impl Engine {
         Self::on_machine(device, plan, weights, options, &Machine::detect())
     }
 
-    /// As [`new`](Self::new) with the machine's memory given; [`Machine::UNKNOWN`] refuses nothing.
+    /// As [`new`](Self::new) with the machine's memory given; for [`Machine::UNKNOWN`]
+    /// only the device itself refuses.
     pub fn on_machine(
         device: &dyn Device,
         plan: Arc<Plan>,
@@ -125,10 +126,12 @@ impl Engine {
         options.check()?;
         let limits = options.limits();
         let budget = budget(device, &plan, &options);
-        budget.check(machine).map_err(|refusal| EngineError::OutOfMemory {
-            model: plan.name.clone(),
-            device: device.name(),
-            refusal: Box::new(refusal),
+        budget.check(machine, device.memory_limit()).map_err(|refusal| {
+            EngineError::OutOfMemory {
+                model: plan.name.clone(),
+                device: device.name(),
+                refusal: Box::new(refusal),
+            }
         })?;
         Ok(Self {
             program: device.prepare(Arc::clone(&plan), weights, limits)?,

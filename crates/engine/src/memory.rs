@@ -10,7 +10,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A machine that tells nothing: no budget is refused on it.
+    /// A machine that tells nothing: no budget is refused for its sake.
     pub const UNKNOWN: Self = Self { total: None, available: None };
 
     /// The machine this process runs on.

@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 
 use common::*;
-use lily_device::MemoryNeed;
+use lily_device::{MemoryLimit, MemoryNeed};
 use lily_engine::*;
 use lily_ops::{Plan, WeightFormat, WeightSpec};
 
@@ -391,6 +391,28 @@ fn fewer_pages_than_sessions_could_fill() {
         Engine::on_machine(&FakeDevice::default(), plan(), Vec::new(), options, &Machine::UNKNOWN);
     let error = error.unwrap_err();
     assert!(matches!(error, EngineError::TooFewPages { pages: 3, need: 4, .. }), "{error}");
+}
+
+#[test]
+fn what_the_device_cannot_bear_is_refused_before_it_is_prepared() {
+    let need = MemoryNeed { kv: 600, weights: 400, ..MemoryNeed::default() };
+    for (limit, fits) in [
+        (None, true),
+        (Some(MemoryLimit::Own(1000)), true),
+        (Some(MemoryLimit::Own(999)), false),
+        (Some(MemoryLimit::HostWithin(1000)), true),
+        (Some(MemoryLimit::HostWithin(999)), false),
+    ] {
+        let device = FakeDevice { need, limit, ..FakeDevice::default() };
+        let engine = Engine::on_machine(&device, plan(), Vec::new(), OPTIONS, &Machine::UNKNOWN);
+        match engine {
+            Ok(_) => assert!(fits, "{limit:?}"),
+            Err(EngineError::OutOfMemory { refusal, .. }) => {
+                assert!(!fits && refusal.to_string().contains("1000 B"), "{limit:?}: {refusal}");
+            }
+            Err(other) => panic!("{limit:?}: {other}"),
+        }
+    }
 }
 
 #[test]

@@ -111,4 +111,10 @@ pub trait Driver: Send {
 
     /// Bytes of all buffers.
     fn allocated(&self) -> u64;
+
+    /// Bytes that buffers can take at present, besides those that are there; what other programs have taken of
+    /// the device's memory counts where the vendor's API tells.
+    fn available(&self) -> Result<u64, DriverError> {
+        Ok(self.profile().memory.saturating_sub(self.allocated()))
+    }
 }

@@ -206,6 +206,8 @@ pub struct Status {
     pub steps: u64,
     /// Requests that gave way to others and were taken up again, since the start.
     pub preemptions: u64,
+    /// Prefixes that were not kept for want of room, since the start: later prompts compute them again.
+    pub prefixes_skipped: u64,
     /// Steps that failed, since the start.
     pub faults: u64,
 }

@@ -15,6 +15,7 @@ pub(crate) struct Counters {
     pub cached: AtomicU64,
     pub steps: AtomicU64,
     pub preemptions: AtomicU64,
+    pub skipped: AtomicU64,
     pub faults: AtomicU64,
 }
 
@@ -168,6 +169,7 @@ impl Shared {
             prompt_tokens_cached: count(&self.counters.cached),
             steps: count(&self.counters.steps),
             preemptions: count(&self.counters.preemptions),
+            prefixes_skipped: count(&self.counters.skipped),
             faults: count(&self.counters.faults),
         }
     }

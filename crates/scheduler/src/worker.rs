@@ -310,7 +310,11 @@ impl Worker {
         let Some(session) = &self.running[at].session else { return Ok(()) };
         let bytes = snapshot_bytes(engine.plan(), session.tokens().len())
             + size_of_val(session.pending()) as u64;
-        if !self.cache.takes(bytes) || self.cache.has(session.tokens()) {
+        if self.cache.has(session.tokens()) {
+            return Ok(());
+        }
+        if !self.cache.takes(bytes) {
+            Counters::add(&self.shared.counters.skipped, 1);
             return Ok(());
         }
         self.cache.make_room(bytes);
@@ -322,6 +326,7 @@ impl Worker {
                 }
                 Err(EngineError::SnapshotMemory { .. }) if self.cache.evict() => {}
                 Err(error) => {
+                    Counters::add(&self.shared.counters.skipped, 1);
                     return match fate(error) {
                         Fate::Lost(lost) => Err(lost),
                         // A prefix less is no harm; a session that failed is seen in its next step.

@@ -126,9 +126,26 @@ fn the_cache_is_bounded_and_the_unused_goes_first() {
     check(rig.run(request(p(1), 2)), &p(1), 0, 2, 0);
     let bytes = |s: &Status| s.memory.iter().find(|m| m.purpose == "prefix_cache").unwrap().bytes;
     assert!(bytes(&rig.scheduler.status()) <= 3 * one);
-    // Larger than all of it: nothing is thrown out for it.
+    // Larger than all of it: nothing is thrown out for it, and it is told.
+    assert_eq!(rig.scheduler.status().prefixes_skipped, 0);
     check(rig.run(request(distinct(9, 500), 2)), &distinct(9, 500), 0, 2, 0);
+    assert_eq!(rig.scheduler.status().prefixes_skipped, 1);
     check(rig.run(request(p(1), 2)), &p(1), 0, 2, 99);
+}
+
+#[test]
+fn prompts_of_any_length_are_kept() {
+    let lengths = [1_000, 16_000, 64_000];
+    let snapshot_bytes =
+        lengths.map(|n| snapshot_bytes(&common::fake::plan(), n + 64)).iter().sum();
+    let engine = EngineOptions { snapshot_bytes, ..EngineOptions::new(65_536, SLOTS, 2_048) };
+    let rig = Setup { engine, ..Setup::default() }.start();
+    for (kind, n) in lengths.into_iter().enumerate() {
+        let p = distinct(kind, n);
+        check(rig.run(request(p.clone(), 3)), &p, 0, 3, 0);
+        check(rig.run(request(p.clone(), 3)), &p, 0, 3, n - 1);
+    }
+    assert_eq!(rig.scheduler.status().prefixes_skipped, 0);
 }
 
 #[test]

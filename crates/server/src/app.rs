@@ -65,6 +65,11 @@ impl App {
         }
     }
 
+    /// Tokens of prompt and answer together.
+    pub fn context(&self) -> usize {
+        self.generator.status().limits.context
+    }
+
     /// Does work that takes a while (parsing, templates, tokens) where it delays no stream.
     pub async fn prepare<T: Send + 'static>(
         &self,
@@ -104,7 +109,7 @@ impl App {
     }
 
     fn entry(&self) -> Value {
-        let context = self.generator.status().limits.context;
+        let context = self.context();
         json!({
             "id": self.model.id,
             "object": "model",

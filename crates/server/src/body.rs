@@ -9,12 +9,16 @@ use axum::http::header::{CONTENT_LENGTH, EXPECT};
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use serde_json::Value;
+use tokio::time::{Instant, timeout_at};
 
 use crate::error::ApiError;
 use crate::options::Options;
 
-/// A body that pauses for so long is given up.
+/// A body may take so long, and more for what has arrived: on average it must come faster than
+/// [`SLOWEST`]. One that drips would hold its connection for as long as it likes.
 const PAUSE: Duration = Duration::from_secs(30);
+/// Bytes a millisecond.
+const SLOWEST: u64 = 1;
 /// How much, and how long, is still read of a refused body, so that the client sees the refusal.
 const DRAIN: (usize, Duration) = (8 << 20, Duration::from_secs(2));
 
@@ -37,8 +41,10 @@ pub async fn read(request: Request, options: &Options) -> Result<Bytes, ApiError
     }
     let mut body = request.into_body();
     let mut bytes = BytesMut::new();
+    let begun = Instant::now();
     loop {
-        let Ok(frame) = tokio::time::timeout(PAUSE, body.frame()).await else {
+        let more = Duration::from_millis(bytes.len() as u64 / SLOWEST);
+        let Ok(frame) = timeout_at(begun + PAUSE + more, body.frame()).await else {
             let message = "the request body did not arrive in time; send it without long pauses";
             return Err(ApiError::refused(StatusCode::REQUEST_TIMEOUT, message));
         };

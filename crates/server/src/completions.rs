@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::answer::{Delta, FinishReason, Reading, TokenInfo};
 use crate::app::{App, Job};
 use crate::body::json as parse;
-use crate::chat::unique;
+use crate::chat::{tokens, unique};
 use crate::error::{ApiError, json_response};
 use crate::fields::Fields;
 use crate::model::ServedModel;
@@ -34,7 +34,8 @@ struct Completion {
 /// Answers a completion.
 pub async fn completions(app: &App, body: Bytes) -> Result<Response, ApiError> {
     let model = Arc::clone(&app.model);
-    let request = app.prepare(move || Completion::read(&parse(&body)?, &model)).await?;
+    let context = app.context();
+    let request = app.prepare(move || Completion::read(&parse(&body)?, &model, context)).await?;
     let wire = Completed::new(&request, &app.model.tokenizer);
     let job = Job {
         boundaries: vec![request.prompt.len()],
@@ -53,7 +54,7 @@ pub async fn completions(app: &App, body: Bytes) -> Result<Response, ApiError> {
 }
 
 impl Completion {
-    fn read(body: &Value, model: &ServedModel) -> Result<Self, ApiError> {
+    fn read(body: &Value, model: &ServedModel, context: usize) -> Result<Self, ApiError> {
         let fields = Fields::root(body)?;
         let name = model.name(&fields)?;
         refuse(&fields)?;
@@ -62,7 +63,7 @@ impl Completion {
         let logprobs = fields.integer("logprobs", 0..=20)?;
         let text = prompt(&fields)?;
         let unreadable = |error: lily_chat::ChatError| ApiError::field("prompt", error.to_string());
-        let prompt = model.tokenizer.encode_rendered(text).map_err(unreadable)?;
+        let prompt = tokens(model, text, context, "prompt", unreadable)?;
         Ok(Self {
             model: name,
             prompt: prompt.into(),

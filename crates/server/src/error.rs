@@ -91,6 +91,15 @@ impl ApiError {
         }
     }
 
+    /// A prompt that was not read to its end, because it is far beyond the context.
+    pub fn too_long(prompt: &str, context: usize, tokens: usize) -> Self {
+        let message = format!(
+            "this model's maximum context length is {context} tokens, but the prompt has more than {tokens}; \
+             shorten the prompt or start the server with a longer context"
+        );
+        Self::field(prompt, message).code("context_length_exceeded")
+    }
+
     /// An answer that broke off.
     pub fn failure(failure: &Failure) -> Self {
         let message = failure.to_string();

@@ -21,7 +21,9 @@ use crate::options::Options;
 pub async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let options = &app.options;
     let headers = request.headers();
-    if !host_is_allowed(headers, options) {
+    // An address in the request line counts as a Host header does.
+    let named = request.uri().host().is_none_or(|name| name_is_allowed(name, options));
+    if !named || !host_is_allowed(headers, options) {
         let message = "the Host header is not this server's; use localhost, 127.0.0.1 or [::1]";
         drain(request);
         return ApiError::refused(StatusCode::FORBIDDEN, message)
@@ -55,7 +57,10 @@ pub async fn guard(State(app): State<Arc<App>>, request: Request, next: Next) ->
 fn host_is_allowed(headers: &HeaderMap, options: &Options) -> bool {
     let mut hosts = headers.get_all(HOST).iter();
     let (Some(host), None) = (hosts.next(), hosts.next()) else { return false };
-    let Some(name) = host.to_str().ok().and_then(host_name) else { return false };
+    host.to_str().ok().and_then(host_name).is_some_and(|name| name_is_allowed(name, options))
+}
+
+fn name_is_allowed(name: &str, options: &Options) -> bool {
     let address = name.trim_matches(['[', ']']).parse::<IpAddr>();
     match address {
         _ if name.eq_ignore_ascii_case("localhost") => true,

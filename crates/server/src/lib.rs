@@ -28,6 +28,7 @@ mod options;
 pub mod replay;
 mod run;
 mod sampling;
+mod socket;
 mod stream;
 
 pub use app::ROUTES;

@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep};
 use crate::app::{App, router};
 use crate::model::ServedModel;
 use crate::options::Options;
+use crate::socket::Socket;
 use lily_scheduler::Generator;
 
 /// Connections at once; more wait to be accepted.
@@ -89,6 +90,7 @@ async fn accept(app: &Arc<App>, listener: &tokio::net::TcpListener, graceful: &G
         };
         let _ = socket.set_nodelay(true);
         let service = TowerToHyperService::new(router.clone());
+        let socket = Socket::new(socket, app.options.write_timeout);
         let connection = http.serve_connection(TokioIo::new(socket), service);
         let connection = graceful.watch(connection);
         tokio::spawn(async move {

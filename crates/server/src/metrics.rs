@@ -145,6 +145,12 @@ impl Metrics {
                 "Answers that gave way to others and were taken up again.",
                 status.preemptions as f64,
             ),
+            (
+                "lily_prefixes_skipped_total",
+                "counter",
+                "Prefixes of prompts that were not kept for want of memory.",
+                status.prefixes_skipped as f64,
+            ),
             ("lily_device_well", "gauge", "1 if the device can serve.", well),
             (
                 "lily_device_heartbeat_seconds",

@@ -16,6 +16,8 @@ pub struct Options {
     pub max_body: usize,
     /// Time to receive all headers of a request; an idle connection is closed after it too.
     pub header_timeout: Duration,
+    /// Time after which a client that takes nothing of its response is given up.
+    pub write_timeout: Duration,
     /// Time that running answers have after a signal to end.
     pub grace: Duration,
 }
@@ -32,6 +34,7 @@ impl Options {
             cors_origins: Vec::new(),
             max_body: Self::MAX_BODY,
             header_timeout: Duration::from_secs(30),
+            write_timeout: Duration::from_secs(60),
             grace: Duration::from_secs(10),
         }
     }

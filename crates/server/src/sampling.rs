@@ -93,8 +93,11 @@ fn max_tokens(fields: &Fields<'_>) -> Result<Option<usize>, ApiError> {
     Ok(new.or(old).and_then(|limit| usize::try_from(limit).ok()))
 }
 
+/// Bytes of a stop sequence: each choice has its own matcher.
+const MOST_STOP: usize = 4096;
+
 fn stops(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
-    const NEEDED: &str = "a string that is not empty, or an array of at most 16 of them";
+    const NEEDED: &str = "a string of 1 to 4096 bytes, or an array of at most 16 of them";
     let error = || fields.error("stop", NEEDED);
     let Some(value) = fields.get("stop") else { return Ok(Vec::new()) };
     let one = std::slice::from_ref(value);
@@ -103,7 +106,8 @@ fn stops(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
         return Err(error());
     }
     let text = |stop: &serde_json::Value| {
-        stop.as_str().filter(|text| !text.is_empty()).map(str::to_owned).ok_or_else(error)
+        let text = stop.as_str().filter(|text| (1..=MOST_STOP).contains(&text.len()));
+        text.map(str::to_owned).ok_or_else(error)
     };
     list.iter().map(text).collect()
 }

@@ -2,19 +2,21 @@
 //! of a text that it is given at once.
 //!
 //! A text is cut behind a line break that stands alone between a printable ASCII character and a
-//! letter. Every published pattern of byte-level BPE ends a word there, whatever comes before and
-//! after, and no normalization joins across it; each cut is tested on the text around it all the
-//! same.
+//! letter, or before a space that stands alone between two ASCII letters. Every published pattern of
+//! byte-level BPE ends a word there, whatever comes before and after, and no normalization joins
+//! across it; each cut is tested on the text around it all the same.
 
 use super::Tokenizer;
 use crate::error::ChatError;
 
 /// Bytes of a piece from which on it is cut where it can be.
-const PIECE: usize = if cfg!(fuzzing) { 128 } else { 1 << 20 };
+const PIECE: usize = if cfg!(fuzzing) { 128 } else { 256 << 10 };
 /// Bytes that are taken whole where no cut is found.
 const LONGEST_PIECE: usize = if cfg!(fuzzing) { 512 } else { 8 << 20 };
 /// Bytes around a cut on which it is tested.
 const AROUND: usize = 64;
+/// Cuts that are tested for one piece.
+const TESTED: usize = 1000;
 
 /// The first piece of a text, of 1 byte or more.
 pub(super) fn next<'t>(tokenizer: &Tokenizer, text: &'t str) -> Result<&'t str, ChatError> {
@@ -23,20 +25,27 @@ pub(super) fn next<'t>(tokenizer: &Tokenizer, text: &'t str) -> Result<&'t str, 
     }
     let bytes = text.as_bytes();
     let end = bytes.len().min(LONGEST_PIECE);
-    for at in PIECE..end - 1 {
-        let cut = bytes[at] == b'\n'
-            && bytes[at - 1].is_ascii_graphic()
-            && bytes[at + 1].is_ascii_alphabetic();
-        if cut && holds(tokenizer, text, at + 1)? {
-            return Ok(&text[..=at]);
+    let cuts = (PIECE..end - 1).filter_map(|at| cut(bytes[at - 1], bytes[at], bytes[at + 1], at));
+    for at in cuts.take(TESTED) {
+        if holds(tokenizer, text, at)? {
+            return Ok(&text[..at]);
         }
     }
     match end == bytes.len() {
         true => Ok(text),
         false => Err(ChatError::Encode {
             bytes: text.len(),
-            problem: format!("no line begins within {LONGEST_PIECE} bytes of it"),
+            problem: format!("no line or word begins within {LONGEST_PIECE} bytes of it"),
         }),
+    }
+}
+
+/// Where a text may be cut at a byte between two others.
+fn cut(before: u8, byte: u8, after: u8, at: usize) -> Option<usize> {
+    match byte {
+        b'\n' if before.is_ascii_graphic() && after.is_ascii_alphabetic() => Some(at + 1),
+        b' ' if before.is_ascii_alphabetic() && after.is_ascii_alphabetic() => Some(at),
+        _ => None,
     }
 }
 

@@ -1,6 +1,6 @@
 //! Declared functions, and what their parameters may be.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde_json::Value;
 
@@ -39,28 +39,48 @@ impl Kinds {
     }
 
     /// What a schema allows; a schema that names no type allows text.
-    fn of(schema: &Value, root: &Value, depth: usize) -> Self {
+    fn of(schema: &Value, root: &Value) -> Self {
+        match Self::collect(schema, root, &mut HashSet::new(), 0) {
+            0 => Self::STRING,
+            kinds => Self(kinds),
+        }
+    }
+
+    /// The kinds of a schema. Each reference is followed once, wherever it stands: what it allows is counted
+    /// already, and alternatives of references to alternatives would otherwise multiply.
+    fn collect<'s>(
+        schema: &'s Value,
+        root: &'s Value,
+        seen: &mut HashSet<&'s str>,
+        depth: usize,
+    ) -> u8 {
         if depth > MAX_DEPTH {
-            return Self::STRING;
+            return Self::STRING.0;
         }
         if let Some(reference) = schema["$ref"].as_str() {
+            if !seen.insert(reference) {
+                return 0;
+            }
             let target = reference.strip_prefix('#').and_then(|path| root.pointer(path));
-            return target.map_or(Self::STRING, |target| Self::of(target, root, depth + 1));
+            return target
+                .map_or(Self::STRING.0, |target| Self::collect(target, root, seen, depth + 1));
         }
-        let mut kinds = match &schema["type"] {
+        let kinds = match &schema["type"] {
             Value::String(name) => Self::of_name(name),
             Value::Array(names) => {
                 names.iter().filter_map(Value::as_str).map(Self::of_name).fold(0, |a, b| a | b)
             }
             _ => 0,
         };
-        if kinds == 0 {
-            let branches = ["anyOf", "oneOf"].into_iter().filter_map(|key| schema[key].as_array());
-            for branch in branches.flatten().take(256) {
-                kinds |= Self::of(branch, root, depth + 1).0;
-            }
+        let branches = ["anyOf", "oneOf"].into_iter().filter_map(|key| schema[key].as_array());
+        let branches: Vec<&Value> = branches.flatten().collect();
+        match (kinds, branches.as_slice()) {
+            (0, []) => Self::STRING.0,
+            (0, branches) => branches
+                .iter()
+                .fold(0, |kinds, branch| kinds | Self::collect(branch, root, seen, depth + 1)),
+            (kinds, _) => kinds,
         }
-        if kinds == 0 { Self::STRING } else { Self(kinds) }
     }
 
     /// The JSON of a value that the model wrote as text: the types that are allowed are tried in the order
@@ -165,7 +185,7 @@ impl Tools {
     pub(crate) fn kinds(&self, function: &str, parameter: &str) -> Kinds {
         let Some(root) = self.functions.get(function) else { return Kinds::STRING };
         match root["properties"].get(parameter) {
-            Some(schema) => Kinds::of(schema, root, 0),
+            Some(schema) => Kinds::of(schema, root),
             None => Kinds::STRING,
         }
     }
@@ -215,6 +235,23 @@ mod tests {
         for (schema, text, json) in table {
             assert_eq!(converted(schema.clone(), text), json, "{schema} {text:?}");
         }
+    }
+
+    #[test]
+    fn alternatives_of_alternatives_do_not_multiply() {
+        let mut defs = serde_json::Map::new();
+        for level in 0..7 {
+            let next = json!({"$ref": format!("#/$defs/{}", level + 1)});
+            defs.insert(level.to_string(), json!({"anyOf": vec![next; 200]}));
+        }
+        defs.insert("7".into(), json!({"type": ["integer", "null"]}));
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": {
+            "properties": {"v": {"$ref": "#/$defs/0"}, "w": {"anyOf": [{"$ref": "#/$defs/0"}, {"$ref": "#/$defs/7"}, true]}},
+            "$defs": defs}}});
+        let tools = Tools::new(&[tool]).unwrap();
+        assert_eq!(tools.kinds("f", "v").json(" 3\n"), "3");
+        // The third alternative allows text too: white space is part of it.
+        assert_eq!(tools.kinds("f", "w").json(" 3\n"), "\" 3\\n\"");
     }
 
     #[test]

@@ -71,7 +71,8 @@ fn options(
     let with_copy = EngineOptions { snapshot_bytes: snapshot_bytes(plan, longest), ..base };
     let machine = Machine::detect();
     let spared = machine.available.is_none_or(|a| with_copy.snapshot_bytes <= a / 4);
-    match spared && budget(device, plan, &with_copy).check(&machine).is_ok() {
+    match spared && budget(device, plan, &with_copy).check(&machine, device.memory_limit()).is_ok()
+    {
         true => with_copy,
         false => base,
     }

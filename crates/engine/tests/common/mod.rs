@@ -6,9 +6,9 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use lily_device::{
-    Call, Counters, Device, Fault, FaultyProgram, Input, Limits, MemoryNeed, Output, PrepareError,
-    Program, Refusal, Schedule, Score, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut,
-    Ticket, Weight,
+    Call, Counters, Device, Fault, FaultyProgram, Input, Limits, MemoryLimit, MemoryNeed, Output,
+    PrepareError, Program, Refusal, Schedule, Score, SegmentOut, SlotId, Snapshot, Step, StepError,
+    StepOut, Ticket, Weight,
 };
 use lily_engine::{
     Cancel, Engine, EngineError, EngineOptions, GenerateParams, Generated, Logprobs, Machine,
@@ -362,6 +362,8 @@ pub struct FakeDevice {
     /// Fewer pages than all slots need.
     pub pages: Option<usize>,
     pub need: MemoryNeed,
+    /// What it may take; `None`: the host's memory.
+    pub limit: Option<MemoryLimit>,
     pub log: Arc<Mutex<Log>>,
 }
 
@@ -376,6 +378,10 @@ impl Device for FakeDevice {
 
     fn memory(&self, _: &Plan, _: &Limits) -> MemoryNeed {
         self.need
+    }
+
+    fn memory_limit(&self) -> MemoryLimit {
+        self.limit.unwrap_or(MemoryLimit::Host)
     }
 
     fn prepare(

@@ -141,13 +141,15 @@ impl Worker {
         let prompt = job.request.prompt.len();
         let mut marks = job.request.boundaries.clone();
         marks.push(prompt - 1);
-        marks.retain(|mark| {
-            let rest = tokens.len().saturating_sub(*mark) * size_of::<u32>();
-            let bytes = snapshot_bytes(engine.plan(), *mark) + rest as u64;
-            *mark > reuse.reused && *mark < prompt && self.cache.takes(bytes)
-        });
+        marks.retain(|mark| *mark > reuse.reused && *mark < prompt);
         marks.sort_unstable();
         marks.dedup();
+        let wanted = marks.len();
+        marks.retain(|mark| {
+            let rest = tokens.len().saturating_sub(*mark) * size_of::<u32>();
+            self.cache.takes(snapshot_bytes(engine.plan(), *mark) + rest as u64)
+        });
+        Counters::add(&self.shared.counters.skipped, wanted - marks.len());
         running.marks = marks;
         running.session = Some(session);
         Ok(())

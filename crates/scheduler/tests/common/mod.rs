@@ -9,8 +9,8 @@ use std::time::Duration;
 
 pub use fake::{FakeDevice, oracle, prompt};
 use lily_device::{
-    Counters, Device, FaultyDevice, Limits, MemoryNeed, PrepareError, Program, Schedule, SlotId,
-    Snapshot, Step, StepError, StepOut, Ticket, Weight,
+    Counters, Device, FaultyDevice, Limits, MemoryLimit, MemoryNeed, PrepareError, Program,
+    Schedule, SlotId, Snapshot, Step, StepError, StepOut, Ticket, Weight,
 };
 use lily_engine::{Engine, EngineOptions, Machine, SampleParams, Sampled};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
@@ -105,6 +105,9 @@ impl Device for GatedDevice {
     }
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {
         self.inner.memory(plan, limits)
+    }
+    fn memory_limit(&self) -> MemoryLimit {
+        self.inner.memory_limit()
     }
     fn prepare(
         &self,

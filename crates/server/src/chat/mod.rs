@@ -16,13 +16,15 @@ use crate::body::json;
 use crate::error::{ApiError, json_response};
 use crate::stream;
 use request::ChatRequest;
+pub use request::tokens;
 pub use wire::unique;
 use wire::{Choices, Head};
 
 /// Answers a chat.
 pub async fn chat(app: &App, body: Bytes) -> Result<Response, ApiError> {
     let model = Arc::clone(&app.model);
-    let request = app.prepare(move || ChatRequest::read(&json(&body)?, &model)).await?;
+    let context = app.context();
+    let request = app.prepare(move || ChatRequest::read(&json(&body)?, &model, context)).await?;
     let reading = Reading::Chat {
         thinking: request.thinking,
         tools: request.tools,

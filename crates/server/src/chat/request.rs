@@ -43,7 +43,7 @@ const REFUSED: [(&str, &str); 4] = [
 
 impl ChatRequest {
     /// Reads a request and makes its prompt.
-    pub fn read(body: &Value, model: &ServedModel) -> Result<Self, ApiError> {
+    pub fn read(body: &Value, model: &ServedModel, context: usize) -> Result<Self, ApiError> {
         let fields = Fields::root(body)?;
         let name = model.name(&fields)?;
         refuse(&fields)?;
@@ -54,6 +54,11 @@ impl ChatRequest {
         let (enable_thinking, kwargs) = thinking(&fields)?;
         let parallel = fields.bool("parallel_tool_calls")?;
         let budget = fields.integer("thinking_budget", 0..=i64::from(i32::MAX))?;
+        // Each message takes some tokens: that many need not be looked at.
+        let count = fields.get("messages").and_then(Value::as_array).map_or(0, Vec::len);
+        if count > context {
+            return Err(ApiError::too_long("messages", context, context));
+        }
         let Messages { list, query } = messages(fields.get("messages"))?;
         let input = RenderInput {
             messages: list,
@@ -63,7 +68,7 @@ impl ChatRequest {
             kwargs,
         };
         let rendered = model.template.render_conversation(&input).map_err(unrenderable)?;
-        let prompt = model.tokenizer.encode_rendered(&rendered).map_err(unrenderable)?;
+        let prompt = tokens(model, &rendered, context, "messages", unrenderable)?;
         let thinking = AnswerParser::is_opened_by(&rendered);
         Ok(Self {
             model: name,
@@ -81,6 +86,26 @@ impl ChatRequest {
         })
     }
 }
+
+/// The tokens of a prompt. How many a longer one has is told up to a few times the context; beyond that they are
+/// not counted.
+pub fn tokens(
+    model: &ServedModel,
+    text: &str,
+    context: usize,
+    field: &str,
+    other: impl FnOnce(ChatError) -> ApiError,
+) -> Result<Vec<u32>, ApiError> {
+    let counted = context.saturating_mul(COUNTED).max(LEAST_COUNTED);
+    model.tokenizer.encode_rendered_within(text, counted).map_err(|error| match error {
+        ChatError::TooLong { .. } => ApiError::too_long(field, context, counted),
+        error => other(error),
+    })
+}
+
+/// Contexts, and tokens at least, up to which a prompt that is too long is counted.
+const COUNTED: usize = 4;
+const LEAST_COUNTED: usize = 32_768;
 
 fn refuse(fields: &Fields<'_>) -> Result<(), ApiError> {
     for (name, instead) in REFUSED {
