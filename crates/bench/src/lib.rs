@@ -21,6 +21,7 @@ mod plot;
 mod protocol;
 pub mod report;
 pub mod results;
+pub mod roofline;
 pub mod score;
 mod stats;
 pub mod synth;

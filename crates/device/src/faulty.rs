@@ -9,6 +9,7 @@ use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
 use crate::program::{Counters, Device, Limits, MemoryNeed, PrepareError, Program, Snapshot};
 use crate::step::{Refusal, SlotId, Step, StepError, StepOut, Ticket};
+use crate::times::{Measure, OperationTimes};
 use crate::weights::Weight;
 
 /// A failure to inject.
@@ -177,6 +178,14 @@ impl Program for FaultyProgram {
     fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<Sampled, StepError> {
         self.usable(slot)?;
         self.call(Call::Sample, slot, |program| program.sample(slot, params))
+    }
+
+    fn measure(&mut self, what: Measure) -> Result<(), StepError> {
+        self.inner.measure(what)
+    }
+
+    fn operation_times(&self) -> OperationTimes {
+        self.inner.operation_times()
     }
 
     fn undo_last(&mut self, slot: SlotId) -> Result<(), StepError> {

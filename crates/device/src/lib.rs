@@ -15,6 +15,7 @@ pub mod faulty;
 pub mod pages;
 mod program;
 mod step;
+mod times;
 mod weights;
 
 pub use arena::ScratchLayout;
@@ -25,6 +26,7 @@ pub use program::{Counters, Device, Limits, MemoryNeed, PrepareError, Program, S
 pub use step::{
     Input, Output, Refusal, Score, Segment, SegmentOut, SlotId, Step, StepError, StepOut, Ticket,
 };
+pub use times::{Measure, OperationTime, OperationTimes, Twins};
 pub use weights::Weight;
 
 pub use lily_ops::Plan;
