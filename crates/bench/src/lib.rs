@@ -11,6 +11,7 @@
 #![recursion_limit = "256"]
 #![forbid(unsafe_code)]
 
+pub mod ablate;
 mod clock;
 mod engine;
 pub mod floors;

@@ -72,6 +72,22 @@ impl Sizes {
             delta: GdnShape { key_heads: 16, value_heads: 32, dk: 128, dv: 128, taps: 4 },
         }
     }
+
+    /// Bytes of the largest matrix or stack of them.
+    fn largest(&self) -> usize {
+        let bytes = |format: WeightFormat, rows: usize, cols: usize| {
+            let (codes, scales) = format.row_bytes(cols);
+            rows * (codes + 2 * scales)
+        };
+        let experts = self.experts * self.expert_width.max(self.hidden);
+        [
+            bytes(WeightFormat::Q4, self.vocab.max(self.projection), self.hidden.max(self.inner)),
+            bytes(WeightFormat::Q4, experts, self.hidden.max(self.expert_width)),
+            bytes(WeightFormat::Bf16, self.hidden, self.hidden),
+        ]
+        .into_iter()
+        .fold(0, usize::max)
+    }
 }
 
 /// Which rate of multiplication bounds a kernel.
@@ -117,7 +133,7 @@ impl CpuRoofline<'_> {
         let integer = matrix_rate(threads, self.isa, self.clock);
         let float = float_rate(threads, self.isa, self.clock);
         let mut rows = Vec::new();
-        let cold = Cold::new(self.sizes.cold);
+        let cold = Cold::new(self.sizes.cold.max(self.sizes.largest()));
         for subject in self.subjects(&cold) {
             // Made one after another: each has memory of its own.
             let Subject { name, bytes, macs, kind, run } = subject(self);

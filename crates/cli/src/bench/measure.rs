@@ -7,13 +7,17 @@ use clap::Args;
 use lily_bench::floors::Limits;
 use lily_bench::machine::cpu_limits;
 use lily_bench::peers::{LlamaBench, LlamaOptions, MlxLm, PeerSpec, sha256};
-use lily_bench::report::{Floors, as_json, tables};
-use lily_bench::results::figures;
-use lily_bench::{Engine, Measured, Missing, SystemClock, Trouble, run as run_protocol, timed};
+use lily_bench::report::{Floors, Table, as_json, tables};
+use lily_bench::results::{Figure, figures};
+use lily_bench::roofline::by_operation as by_operation_of;
+use lily_bench::{
+    Engine, LilyEngine, Measured, Missing, Point, SystemClock, Trouble, run as run_protocol, timed,
+};
 use lily_cpu::Isa;
+use lily_device::{Measure, OperationTimes};
 use lily_engine::{Cancel, Machine};
 use lily_gpu::Profile;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::load::{Loaded, Memory, load};
 use super::options::{OutArgs, PointArgs, Told, draw, print};
@@ -106,11 +110,17 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
         }
         None => Vec::new(),
     };
-    let mut engines: Vec<&mut dyn Engine> = vec![&mut engine];
-    engines.extend(others.iter_mut().map(|e| &mut **e as &mut dyn Engine));
     let mut told = Told { rounds: protocol.rounds, wanted: !args.out.json };
-    let measured = run_protocol(&mut engines, &protocol, &mut told);
+    let measured = {
+        let mut engines: Vec<&mut dyn Engine> = vec![&mut engine];
+        engines.extend(others.iter_mut().map(|e| &mut **e as &mut dyn Engine));
+        run_protocol(&mut engines, &protocol, &mut told)
+    };
 
+    let operations = match args.out.by_op && !measured.interrupted() {
+        true => by_operation(&mut engine, &measured),
+        false => Vec::new(),
+    };
     // Before the machine's limits are measured, which takes memory of its own.
     let memory = Memory::of(&engine);
     let wanted = !args.out.no_floors && !measured.interrupted();
@@ -124,21 +134,47 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
             "startup": startup.json(),
             "memory": memory.json(),
             "measured": as_json(&measured, floors.as_ref()),
+            "operations": operations.iter().map(|o| &o.1).collect::<Vec<_>>(),
         }))?;
     } else {
         out.line(&format!("{} on {device}", opened.checkpoint.source()))?;
         out.line(&startup.text())?;
         out.text(&memory.text())?;
         print(&mut out, &tables(&measured, floors.as_ref()))?;
+        for (table, ..) in &operations {
+            print(&mut out, std::slice::from_ref(table))?;
+        }
         out.text(&about(&measured, floors.as_ref()))?;
         out.flush()?;
     }
     draw(&args.out, &measured, floors.as_ref(), &device)?;
-    args.out.record.append(command, &device, &figures(&measured))?;
+    let mut all = figures(&measured);
+    all.extend(operations.into_iter().flat_map(|(_, _, figures)| figures));
+    args.out.record.append(command, &device, &all)?;
     match measured.interrupted() {
         true => Err(Interrupted.into()),
         false => Ok(()),
     }
+}
+
+/// Decoded tokens whose operations are measured.
+const BY_OP_TOKENS: usize = 8;
+
+/// Seconds by operation at each length: tables, JSON, figures. A point in trouble is a table that says why.
+fn by_operation(engine: &mut LilyEngine, measured: &Measured) -> Vec<(Table, Value, Vec<Figure>)> {
+    let short = |point: Point| match point {
+        Point::Decode { context, tokens } => {
+            Point::Decode { context, tokens: tokens.min(BY_OP_TOKENS) }
+        }
+        point => point,
+    };
+    let of = |point: Point| {
+        let times = engine.operations(point, Measure::Operations).unwrap_or_else(|trouble| {
+            OperationTimes { trouble: Some(trouble.to_string()), ..OperationTimes::default() }
+        });
+        by_operation_of(point, &times)
+    };
+    measured.points.iter().map(|p| short(p.point)).map(of).collect()
 }
 
 /// What the engines were, and what the floors follow from.
