@@ -53,7 +53,7 @@ type CpuSwitch = (&'static str, fn(&mut ComputeArgs));
 /// What the CPU can leave out.
 const CPU_SWITCHES: [CpuSwitch; 4] = [
     ("threads", |c| c.threads = Some(1)),
-    ("vectors", |c| c.isa = Some(Isa::Portable)),
+    ("vectors", |c| c.isa = Isa::available().last().copied()),
     ("quantized_activations", |c| c.precise = true),
     ("chunks", |c| c.chunk = 16),
 ];

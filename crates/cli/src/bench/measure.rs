@@ -52,7 +52,8 @@ pub struct RunArgs {
 ///
 /// In each round every engine measures the same shape once, in one order and then in the reverse; each round gives
 /// one ratio. A peer that is missing or fails becomes a row that says so. llama.cpp is measured by its own
-/// llama-bench, with flash attention and without, whichever is faster; mlx-lm in one warm process that reads the
+/// llama-bench, with flash attention and without, the file mapped and (where memory allows) read, whichever is
+/// fastest; mlx-lm in one warm process that reads the
 /// same folder as Lily, whose SHA-256 both print.
 #[derive(Args)]
 pub struct CompareArgs {
@@ -229,6 +230,7 @@ fn open_peers(
                     model: args.gguf.clone(),
                     threads: compute.threads.filter(|_| compute.on_host()),
                     args: args.llama_args.split_whitespace().map(str::to_owned).collect(),
+                    unmapped: room_for_a_copy(&args.gguf),
                     timeout,
                 };
                 or_missing("llama.cpp", LlamaBench::new(options, cancel.clone()))
@@ -245,6 +247,12 @@ fn open_peers(
     };
     let peers = args.peer.iter().map(&mut open).collect();
     (peers, checksums)
+}
+
+/// Whether a file fits into memory once more beside all that is mapped.
+fn room_for_a_copy(file: &std::path::Path) -> bool {
+    let bytes = std::fs::metadata(file).map_or(u64::MAX, |m| m.len());
+    Machine::detect().available.is_some_and(|available| bytes <= available / 4)
 }
 
 fn or_missing<E: Engine + 'static>(name: &str, engine: Result<E, Trouble>) -> Box<dyn Engine> {
