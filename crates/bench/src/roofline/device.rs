@@ -55,7 +55,9 @@ fn table(point: Point, times: &OperationTimes) -> Table {
     rows.push(cells("all steps", times.seconds));
     let steps = times.steps;
     let steps = format!("{steps} step{}", if steps == 1 { "" } else { "s" });
-    let notes = times.trouble.iter().map(|why| format!("not all was measured: {why}")).collect();
+    let what = "GB/s: of weights on the CPU, of all that is read and written on a GPU".to_owned();
+    let trouble = times.trouble.iter().map(|why| format!("not all was measured: {why}"));
+    let notes = trouble.chain([what]).collect();
     Table { title: format!("{point}: seconds by operation, {steps}"), rows, notes }
 }
 
@@ -148,7 +150,7 @@ mod tests {
     fn trouble_is_told() {
         let times = OperationTimes { trouble: Some("no memory".into()), ..times() };
         let (table, json, _) = by_operation(POINT, &times);
-        assert_eq!(table.notes, ["not all was measured: no memory"]);
+        assert_eq!(table.notes[0], "not all was measured: no memory");
         assert_eq!(json["trouble"], "no memory");
     }
 
