@@ -155,6 +155,14 @@ impl LilyEngine {
         times.and_then(|times| stopped.map(|()| times)).map_err(|e| self.trouble(&e))
     }
 
+    /// Bytes a second that the device reads its weights at, where it can tell.
+    pub fn read_rate(&mut self) -> Option<f64> {
+        self.inner.measure(Measure::Twins).ok()?;
+        let rate = self.inner.program().operation_times().read_rate;
+        self.inner.measure(Measure::Nothing).ok()?;
+        rate
+    }
+
     fn prefill_operations(&mut self, tokens: usize, what: Measure) -> Result<(), EngineError> {
         self.context = None;
         self.inner.measure(what)?;

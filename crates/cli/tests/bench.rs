@@ -204,3 +204,23 @@ fn what_the_cpu_can_leave_out() {
     assert!(rows.contains("\twithout vectors: prefill of 8 tokens\t"), "{rows}");
     fails(&["bench", "ablate", "--switch", "fuse_norm"], 2, &["no switch fuse_norm", "threads"]);
 }
+
+#[test]
+fn kernels_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("results");
+    let args = ["bench", "roofline", "--prefill", "4", "--rounds", "1", "--memory", "1", "--json"];
+    let value = json(&[&args[..], &["--record", record.to_str().unwrap()]].concat());
+    let kernels = value["kernels"].as_array().unwrap();
+    assert!(kernels.len() > 15, "{value}");
+    for kernel in kernels {
+        for part in ["seconds", "read_only_seconds", "no_arithmetic_seconds"] {
+            let seconds = kernel[part].as_array().unwrap();
+            assert!(seconds.len() == 1 && seconds[0].as_f64().unwrap() > 0.0, "{part}: {kernel}");
+        }
+        assert!(kernel["of_limit"].as_f64().unwrap() > 0.0, "{kernel}");
+    }
+    assert!(value["bytes_per_second"].as_f64().unwrap() > 0.0);
+    let rows = fs::read_to_string(record.join("roofline.tsv")).unwrap();
+    assert!(rows.contains("\tGEMV Q4 x i8, 1 x [8192 x 2048], read-only twin\t"), "{rows}");
+}

@@ -125,7 +125,8 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
     // Before the machine's limits are measured, which takes memory of its own.
     let memory = Memory::of(&engine);
     let wanted = !args.out.no_floors && !measured.interrupted();
-    let floors = wanted.then(|| Floors::new(&opened.model.plan, limits(&args.compute), &measured));
+    let floors = wanted
+        .then(|| Floors::new(&opened.model.plan, limits(&args.compute, &mut engine), &measured));
     let mut out = Stdout::new();
     if args.out.json {
         out.json(&json!({
@@ -197,17 +198,31 @@ fn about(measured: &Measured, floors: Option<&Floors>) -> String {
     text
 }
 
-/// What the machine can do: measured now on the CPU, known of a GPU.
-fn limits(compute: &ComputeArgs) -> Limits {
+/// Weights of which a device's caches hold next to nothing.
+const COLD_WEIGHTS: u64 = 1 << 30;
+
+/// What the machine can do: measured now on the CPU. Of a GPU how fast it reads is measured now, where there are enough
+/// weights to read; the rest is known.
+fn limits(compute: &ComputeArgs, engine: &mut LilyEngine) -> Limits {
     if compute.on_host() {
         let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
         let threads = compute.threads.unwrap_or_else(cores);
         let isa = compute.isa.unwrap_or_else(Isa::detect);
         return cpu_limits(threads, isa, Machine::detect().available, &SystemClock::new());
     }
-    let bytes_per_second = Profile::named("h200").map_or(4.65e12, |p| p.bandwidth);
-    let how = "known of an NVIDIA H200: cold reads, bf16 products; not measured in this run".into();
-    Limits { bytes_per_second, macs_per_second: H200_MACS, how }
+    let budget = engine.inner().budget();
+    let enough = budget.weights.max(budget.copies) >= COLD_WEIGHTS;
+    let measured = enough.then(|| engine.read_rate()).flatten();
+    let known = || Profile::named("h200").map_or(4.65e12, |p| p.bandwidth);
+    let reading = match measured {
+        Some(_) => "reads measured in this run: a long read of the weights",
+        None => "reads as known of an NVIDIA H200, not measured in this run",
+    };
+    Limits {
+        bytes_per_second: measured.unwrap_or_else(known),
+        macs_per_second: H200_MACS,
+        how: format!("{reading}; bf16 products as known of an NVIDIA H200"),
+    }
 }
 
 type Facts = Vec<(String, String)>;
