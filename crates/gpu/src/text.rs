@@ -131,7 +131,7 @@ pub const FILES: &[(&str, &str)] = &[
 ];
 
 /// Kernels that only measurements use.
-const MEASURING: (&str, &str) = kernel_file!("read.metal");
+pub const MEASURING: (&str, &str) = kernel_file!("read.metal");
 
 /// The platform header of that file name, for checks that bring their own driver of the text.
 pub fn platform_header(file: &str) -> Option<&'static str> {
