@@ -27,7 +27,7 @@ fn sum(grid: ([u32; 3], u32), first: u32, packets: u32, passes: u32) -> u32 {
     assert_eq!(r.dispatches[0].traffic, u64::from(packets * passes) * 16);
     let mut list = r.finish(true);
     let text = Arc::new(Text::measuring(Platform::Host, &Shape::default()));
-    list.pipelines = driver.pipelines(&text, &["read_only"]).unwrap();
+    list.pipelines = driver.pipelines(&text, &["read_bytes"]).unwrap();
     let submission = driver.submit(&Arc::new(list)).unwrap();
     driver.wait(submission).unwrap();
     let mut sums = vec![0u8; bytes_out as usize];

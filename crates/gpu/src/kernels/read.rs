@@ -7,7 +7,7 @@ use crate::kernel_args;
 use crate::list::{Access, Binding, Operand, Recorder};
 
 kernel_args! {
-    /// Of `read_only`.
+    /// Of `read_bytes`.
     pub struct ReadArgs {
         /// Where it begins in the slab, in units of 16 bytes.
         first: u32,
@@ -54,5 +54,5 @@ pub fn read(
     let Part { first, packets, passes, .. } = *part;
     let args = ReadArgs { first, packets, passes, threads, keep: u32::from(keep) };
     let traffic = u64::from(packets) * u64::from(passes) * PACKET;
-    r.dispatch("read_only", groups, threads, bindings, &args, traffic);
+    r.dispatch("read_bytes", groups, threads, bindings, &args, traffic);
 }

@@ -246,7 +246,7 @@ impl Reader {
     ) -> Result<Self, DriverError> {
         let (platform, cores) = (driver.profile().platform, driver.profile().cores);
         let text = Arc::new(Text::measuring(platform, shape));
-        let pipeline = driver.pipelines(&text, &["read_only"])?[0];
+        let pipeline = driver.pipelines(&text, &["read_bytes"])?[0];
         let bytes = 16;
         let buffer = driver.allocate("sums of a read", bytes, Placement::Device)?;
         let out = Operand { buffer, offset: 0, bytes, element: ElementType::U32 };
