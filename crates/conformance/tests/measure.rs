@@ -61,12 +61,14 @@ fn same_results(device: &dyn Device, kinds: &[Measure]) {
     let want = answer(&mut *program, &fixture.tokens);
     for kind in kinds {
         program.measure(*kind).expect("it can be measured");
-        assert_eq!(answer(&mut *program, &fixture.tokens), want, "{kind:?}");
+        let got = answer(&mut *program, &fixture.tokens);
+        assert_eq!(got.0, want.0, "{kind:?}");
+        assert!(got.1 == want.1, "{kind:?}: another state");
         let times = program.operation_times();
         assert_eq!((times.steps, times.trouble), (5, None));
     }
     program.measure(Measure::Nothing).expect("it can be ended");
-    assert_eq!(answer(&mut *program, &fixture.tokens), want);
+    assert!(answer(&mut *program, &fixture.tokens) == want, "afterwards");
     assert_eq!(program.operation_times().steps, 0, "nothing is measured any more");
 }
 
