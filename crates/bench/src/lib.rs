@@ -11,6 +11,7 @@
 #![recursion_limit = "256"]
 #![forbid(unsafe_code)]
 
+pub mod ablate;
 mod clock;
 mod engine;
 pub mod floors;
@@ -21,6 +22,7 @@ mod plot;
 mod protocol;
 pub mod report;
 pub mod results;
+pub mod roofline;
 pub mod score;
 mod stats;
 pub mod synth;

@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use lily_device::Output;
+use lily_device::{Measure, OperationTimes, Output};
 use lily_engine::{
     Cancel, Engine as Inner, EngineError, GenerateParams, SampleParams, Session, SessionSnapshot,
 };
@@ -141,6 +141,59 @@ impl LilyEngine {
             }
             _ => Err(EngineError::Cancelled { done: count, total: tokens + 1 }),
         }
+    }
+
+    /// Runs a point once, untimed, and measures its operations: for a prompt all its steps, for decoding the steps
+    /// behind the context alone.
+    pub fn operations(&mut self, point: Point, what: Measure) -> Result<OperationTimes, Trouble> {
+        let measured = match point {
+            Point::Prefill { tokens } => self.prefill_operations(tokens, what),
+            Point::Decode { context, tokens } => self.decode_operations(context, tokens, what),
+        };
+        let times = measured.map(|()| self.inner.program().operation_times());
+        let stopped = self.inner.measure(Measure::Nothing);
+        times.and_then(|times| stopped.map(|()| times)).map_err(|e| self.trouble(&e))
+    }
+
+    /// Bytes a second that the device reads its weights at, where it can tell.
+    pub fn read_rate(&mut self) -> Option<f64> {
+        self.inner.measure(Measure::Twins).ok()?;
+        let rate = self.inner.program().operation_times().read_rate;
+        self.inner.measure(Measure::Nothing).ok()?;
+        rate
+    }
+
+    fn prefill_operations(&mut self, tokens: usize, what: Measure) -> Result<(), EngineError> {
+        self.context = None;
+        self.inner.measure(what)?;
+        self.timed_prefill(tokens).map(drop)
+    }
+
+    fn decode_operations(
+        &mut self,
+        context: usize,
+        tokens: usize,
+        what: Measure,
+    ) -> Result<(), EngineError> {
+        let prompt = self.prompt(context);
+        let mut session = self.filled_session(&prompt)?;
+        self.inner.stage(&mut session, &prompt)?;
+        let sample = Output::Sample(SampleParams::GREEDY);
+        let max_rows = self.inner.options().chunk;
+        while let Some(work) = session.prefill_segment(max_rows, &sample) {
+            self.inner.step(vec![work])?;
+        }
+        self.inner.measure(what)?;
+        for done in 0..tokens {
+            if self.cancel.is_cancelled() {
+                return Err(EngineError::Cancelled { done, total: tokens });
+            }
+            if let Some(work) = session.decode_segment(sample.clone()) {
+                self.inner.step(vec![work])?;
+            }
+        }
+        self.session = Some(session);
+        Ok(())
     }
 
     fn trouble(&self, error: &EngineError) -> Trouble {

@@ -68,9 +68,19 @@ fn sum_part(memory: &[u64]) -> u64 {
 /// Multiply-adds in a second of the CPU's fastest matrix product, 4-bit weights by 8-bit activations, with the
 /// weights in cache and all threads. It bounds what Lily's kernels reach, not what the silicon could.
 pub fn matrix_rate(threads: usize, isa: Isa, clock: &dyn Clock) -> f64 {
+    product_rate(WeightFormat::Q4, threads, isa, clock)
+}
+
+/// Likewise of bf16 weights by f32 activations, which bounds kernels that compute in f32.
+pub fn float_rate(threads: usize, isa: Isa, clock: &dyn Clock) -> f64 {
+    product_rate(WeightFormat::Bf16, threads, isa, clock)
+}
+
+fn product_rate(format: WeightFormat, threads: usize, isa: Isa, clock: &dyn Clock) -> f64 {
     let pool = Pool::new(threads.max(1));
-    let (rows, outputs, cols) = (128, 512, 1024);
-    let format = WeightFormat::Q4;
+    let quantized = format == WeightFormat::Q4;
+    // bf16 matrices of 512 rows would leave a small cache.
+    let (rows, outputs, cols) = (128, if quantized { 512 } else { 256 }, 1024);
     let (codes, scales) = format.row_bytes(cols);
     let mut state = 1u64;
     let noise: Vec<u8> = (0..outputs * codes)
@@ -79,9 +89,14 @@ pub fn matrix_rate(threads: usize, isa: Isa, clock: &dyn Clock) -> f64 {
             (state >> 56) as u8
         })
         .collect();
+    let noise = match quantized {
+        true => noise,
+        false => [0x20u8, 0x3C].repeat(noise.len() / 2),
+    };
     // bf16 0.0098 throughout: numbers too small or too large could be slower.
     let groups = [0x20u8, 0x3C].repeat(outputs * scales / 2);
-    let weights = WeightView::dense(format, &noise, &groups, &groups, outputs, cols);
+    let groups = &groups[..outputs * scales];
+    let weights = WeightView::dense(format, &noise, groups, groups, outputs, cols);
     let x: Vec<f32> = (0..rows * cols).map(|i| (i * 37 % 1000) as f32 / 500.0 - 1.0).collect();
     let mut quant = QuantRows::new();
     quant.quantize(&pool, isa, CodeKind::I8, &x, cols, [rows, cols]);
@@ -89,7 +104,10 @@ pub fn matrix_rate(threads: usize, isa: Isa, clock: &dyn Clock) -> f64 {
     let mut best = f64::INFINITY;
     for _ in 0..CALLS {
         let output = Output { y: &mut y, stride: outputs, column: 0 };
-        let input = Input::Quantized(&quant);
+        let input = match quantized {
+            true => Input::Quantized(&quant),
+            false => Input::F32 { x: &x, stride: cols },
+        };
         let counter = AtomicU64::new(0);
         let call = || linear(&pool, isa, input, &weights, Rows::Dense(rows), output, &counter);
         best = best.min(timed(clock, call).1);
@@ -149,6 +167,9 @@ mod tests {
         let clock = Arc::new(Steps(AtomicU64::new(0), vec![1_000_000]));
         let rate = matrix_rate(1, Isa::detect(), &*clock);
         assert_eq!(rate.round(), (128u64 * 512 * 1024 * 1000) as f64);
+        let clock = Arc::new(Steps(AtomicU64::new(0), vec![1_000_000]));
+        let rate = float_rate(1, Isa::detect(), &*clock);
+        assert_eq!(rate.round(), (128u64 * 256 * 1024 * 1000) as f64);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
+use lily_bench::ablate::{self, Switch};
 use lily_bench::floors::{Limits, Work};
 use lily_bench::report::{Floors, as_json, plots, tables};
 use lily_bench::results::figures;
@@ -255,4 +256,52 @@ fn ten_lengths_up_to_a_limit() {
     let some = Protocol::frontiers(4096);
     assert_eq!(some.prefill, [256, 512, 1024, 2048, 4096]);
     assert_eq!(some.context(), 4096 + 64 + 1);
+}
+
+/// Leaving out `fusion` takes twice as long for prompts, `handoff` a little longer or shorter, and `broken` cannot be
+/// had.
+fn ablation(interrupt: bool) -> Vec<Measured> {
+    let log = log();
+    let mut base = Fake::new("all on", &log, |_, _| Ok(1.0));
+    let other = |name: &'static str, seconds: fn(Point, usize) -> Result<f64, Trouble>| {
+        let log = Rc::clone(&log);
+        let without: Box<dyn FnOnce() -> Result<Box<dyn Engine>, Trouble>> =
+            Box::new(move || Ok(Box::new(Fake::new("without", &log, seconds))));
+        Switch { name: name.into(), without }
+    };
+    let broken = Box::new(|| Err(Trouble::Failed("no memory".into())));
+    let first: fn(Point, usize) -> Result<f64, Trouble> = match interrupt {
+        true => |_, _| Err(Trouble::Interrupted),
+        false => |p, _| Ok(if p.phase() == Phase::Prefill { 2.0 } else { 0.5 }),
+    };
+    let switches = vec![
+        other("fusion", first),
+        Switch { name: "broken".into(), without: broken },
+        other("handoff", |_, round| Ok(if round == 0 { 0.9 } else { 1.1 })),
+    ];
+    ablate::ablate(&mut base, switches, &protocol(&[16], &[32], 3), &mut ())
+}
+
+#[test]
+fn each_switch_is_measured_in_pairs_with_all_on() {
+    let results = ablation(false);
+    assert_eq!(results.len(), 3);
+    let rows = ablate::table("title", &results).rows;
+    assert_eq!(
+        rows[1],
+        ["fusion", "prefill of 16 tokens", "+100.00 %", "+100.00 %", "+100.00 %", "pays"]
+    );
+    assert_eq!(rows[2][2..], ["-50.00 %", "-50.00 %", "-50.00 %", "costs"]);
+    assert_eq!(rows[3][0..3], ["broken", "prefill of 16 tokens", "failed: no memory"]);
+    assert_eq!(rows[5][2..], ["+10.00 %", "-10.00 %", "+10.00 %", "makes no difference"]);
+    let figures = ablate::figures(&results);
+    assert_eq!(figures[0].what, "without fusion: prefill of 16 tokens");
+    assert_eq!((figures[0].value.as_str(), &figures[0].rounds[..]), ("2.0000", &[2.0; 3][..]));
+    assert_eq!(figures[2].value, "failed: no memory");
+    assert_eq!(ablate::json(&results)[0]["switch"], "fusion");
+}
+
+#[test]
+fn an_interruption_ends_an_ablation() {
+    assert_eq!(ablation(true).len(), 1);
 }

@@ -5,6 +5,7 @@ mod load;
 mod measure;
 mod options;
 mod record;
+mod roofline;
 mod score;
 
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ pub enum BenchCommand {
     Compare(measure::CompareArgs),
     Score(score::ScoreArgs),
     Ablate(ablate::AblateArgs),
+    Roofline(roofline::RooflineArgs),
     Synth(SynthArgs),
 }
 
@@ -68,6 +70,7 @@ pub fn bench(command: &BenchCommand) -> anyhow::Result<()> {
         BenchCommand::Compare(args) => measure::compare(args),
         BenchCommand::Score(args) => score::score(args),
         BenchCommand::Ablate(args) => ablate::ablate(args),
+        BenchCommand::Roofline(args) => roofline::roofline(args),
         BenchCommand::Synth(args) => synth(args),
     }
 }

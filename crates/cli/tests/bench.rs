@@ -144,7 +144,83 @@ fn refusals() {
     fails(&["bench", "compare", "--peer", "ollama=/x"], 2, &["llama.cpp=DIR"]);
     fails(&["bench", "run", "--prefill", "99999"], 2, &["100000", "32768", "hint: "]);
     fails(&["bench", "run", "--max", "10"], 2, &["nothing to measure", "hint: "]);
-    fails(&["bench", "ablate"], 2, &["no switches", "--device"]);
     fails(&["bench", "synth", "--layers", "1"], 2, &["--out"]);
     fails(&["bench", "synth", "--layers", "1", "--gguf", &other], 1, &["is there already"]);
+}
+
+#[test]
+fn seconds_by_operation_of_both_phases() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("results");
+    let more = ["--no-floors", "--by-op", "--record", record.to_str().unwrap()];
+    let args = [&["bench", "run"], &SMALL[..], &more].concat();
+    let value = json(&[&args[..], &["--json"]].concat());
+    let operations = value["operations"].as_array().unwrap();
+    assert_eq!(operations.len(), 3);
+    assert_eq!((&operations[0]["phase"], &operations[0]["steps"]), (&"prefill".into(), &1.into()));
+    assert_eq!((&operations[2]["phase"], &operations[2]["steps"]), (&"decode".into(), &4.into()));
+    for point in operations {
+        let list = point["operations"].as_array().unwrap();
+        let seconds = |name: &str| {
+            list.iter().find(|o| o["operation"] == name).and_then(|o| o["seconds"].as_f64())
+        };
+        for name in ["embed", "linear", "attention", "delta_scan", "experts_in", "sample and score"]
+        {
+            assert!(seconds(name).is_some_and(|s| s > 0.0), "{name}: {point}");
+        }
+        let sum: f64 = list.iter().filter_map(|o| o["seconds"].as_f64()).sum();
+        assert!(sum <= point["seconds"].as_f64().unwrap(), "{point}");
+    }
+    let run = lily(&args);
+    for part in ["decode of 4 tokens after 24: seconds by operation, 4 steps", "all steps"] {
+        assert!(run.stdout.contains(part), "{part}: {run:?}");
+    }
+    let rows = fs::read_to_string(record.join("run.tsv")).unwrap();
+    assert!(rows.contains("\tdecode of 4 tokens after 24: linear\t"), "{rows}");
+    // Without it nothing is measured.
+    let value = json(&[&["bench", "run", "--no-floors", "--json"], &SMALL[..]].concat());
+    assert_eq!(value["operations"].as_array().unwrap().len(), 0);
+}
+
+#[test]
+fn what_the_cpu_can_leave_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("results");
+    let small = ["--prefill", "8", "--decode", "24", "--decode-tokens", "4", "--rounds", "2"];
+    let args = [&["bench", "ablate", "--record", record.to_str().unwrap()], &small[..]].concat();
+    let value = json(&[&args[..], &["--json"]].concat());
+    let switches = value["switches"].as_array().unwrap();
+    let names: Vec<&str> = switches.iter().map(|s| s["switch"].as_str().unwrap()).collect();
+    assert_eq!(names, ["threads", "vectors", "quantized_activations", "chunks"]);
+    for switch in switches {
+        for point in switch["measured"]["points"].as_array().unwrap() {
+            assert_eq!(point["engines"][1]["ratios"].as_array().unwrap().len(), 2, "{point}");
+        }
+    }
+    let run = lily(&[&args[..], &["--switch", "chunks"]].concat());
+    assert!(run.stdout.contains("time without it over time with it"), "{run:?}");
+    assert!(run.stdout.contains("chunks") && !run.stdout.contains("vectors"), "{run:?}");
+    let rows = fs::read_to_string(record.join("ablate.tsv")).unwrap();
+    assert!(rows.contains("\twithout vectors: prefill of 8 tokens\t"), "{rows}");
+    fails(&["bench", "ablate", "--switch", "fuse_norm"], 2, &["no switch fuse_norm", "threads"]);
+}
+
+#[test]
+fn kernels_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("results");
+    let args = ["bench", "roofline", "--prefill", "4", "--rounds", "1", "--memory", "1", "--json"];
+    let value = json(&[&args[..], &["--record", record.to_str().unwrap()]].concat());
+    let kernels = value["kernels"].as_array().unwrap();
+    assert!(kernels.len() > 15, "{value}");
+    for kernel in kernels {
+        for part in ["seconds", "read_only_seconds", "no_arithmetic_seconds"] {
+            let seconds = kernel[part].as_array().unwrap();
+            assert!(seconds.len() == 1 && seconds[0].as_f64().unwrap() > 0.0, "{part}: {kernel}");
+        }
+        assert!(kernel["of_limit"].as_f64().unwrap() > 0.0, "{kernel}");
+    }
+    assert!(value["bytes_per_second"].as_f64().unwrap() > 0.0);
+    let rows = fs::read_to_string(record.join("roofline.tsv")).unwrap();
+    assert!(rows.contains("\tGEMV Q4 x i8, 1 x [8192 x 2048], read-only twin\t"), "{rows}");
 }

@@ -32,6 +32,7 @@ fn help() {
         "bench compare",
         "bench score",
         "bench ablate",
+        "bench roofline",
         "bench synth",
         "licenses",
         "completions",

@@ -11,6 +11,7 @@ use crate::program::{
     Counters, Device, Limits, MemoryLimit, MemoryNeed, PrepareError, Program, Snapshot,
 };
 use crate::step::{Refusal, SlotId, Step, StepError, StepOut, Ticket};
+use crate::times::{Measure, OperationTimes};
 use crate::weights::Weight;
 
 /// A failure to inject.
@@ -179,6 +180,14 @@ impl Program for FaultyProgram {
     fn sample(&mut self, slot: SlotId, params: &SampleParams) -> Result<Sampled, StepError> {
         self.usable(slot)?;
         self.call(Call::Sample, slot, |program| program.sample(slot, params))
+    }
+
+    fn measure(&mut self, what: Measure) -> Result<(), StepError> {
+        self.inner.measure(what)
+    }
+
+    fn operation_times(&self) -> OperationTimes {
+        self.inner.operation_times()
     }
 
     fn undo_last(&mut self, slot: SlotId) -> Result<(), StepError> {

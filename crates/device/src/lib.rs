@@ -15,6 +15,7 @@ pub mod faulty;
 pub mod pages;
 mod program;
 mod step;
+mod times;
 mod weights;
 
 pub use arena::ScratchLayout;
@@ -27,6 +28,7 @@ pub use program::{
 pub use step::{
     Input, Output, Refusal, Score, Segment, SegmentOut, SlotId, Step, StepError, StepOut, Ticket,
 };
+pub use times::{Measure, OperationTime, OperationTimes, Twins};
 pub use weights::Weight;
 
 pub use lily_ops::Plan;

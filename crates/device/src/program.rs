@@ -3,7 +3,8 @@ use std::sync::Arc;
 use lily_ops::sample::{SampleParams, Sampled, TokenCounts};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
-use crate::step::{SlotId, Step, StepError, StepOut, Ticket};
+use crate::step::{Refusal, SlotId, Step, StepError, StepOut, Ticket};
+use crate::times::{Measure, OperationTimes};
 use crate::weights::Weight;
 
 /// How much a program is prepared for.
@@ -208,6 +209,23 @@ pub trait Program: Send {
 
     /// What was counted so far.
     fn counters(&self) -> Counters;
+
+    /// From now on measures this of every step, and forgets what was measured before. Results stay the same;
+    /// steps may take several times as long and more memory.
+    ///
+    /// # Errors
+    /// The device cannot measure it.
+    fn measure(&mut self, what: Measure) -> Result<(), StepError> {
+        match what {
+            Measure::Nothing => Ok(()),
+            _ => Err(Refusal::Invalid("this device does not time its operations".into()).into()),
+        }
+    }
+
+    /// What was measured since it began.
+    fn operation_times(&self) -> OperationTimes {
+        OperationTimes::default()
+    }
 
     /// Submits a step and waits for it.
     fn run(&mut self, step: Step) -> Result<StepOut, StepError> {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use lily_device::{Device, Limits, Plan, Program, SlotId, StepError, Weight};
+use lily_device::{Device, Limits, Measure, Plan, Program, SlotId, StepError, Weight};
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::sample::{SampleParams, Sampled};
 
@@ -168,6 +168,12 @@ impl Engine {
     /// The program, for its counters and figures.
     pub fn program(&self) -> &dyn Program {
         self.program.as_ref()
+    }
+
+    /// From now on measures this of every step; [`Program::operation_times`] has it. Results stay the same.
+    pub fn measure(&mut self, what: Measure) -> Result<(), EngineError> {
+        self.alive()?;
+        self.program.measure(what).map_err(|error| self.failure(error, vec![(SlotId(0), 0)]))
     }
 
     /// Opens an empty session in a free slot.

@@ -5,7 +5,8 @@
 
 use std::path::Path;
 
-use lily_gpu::text::{EARLY, FILES, platform_header};
+use lily_gpu::kernels::{argument_structs, read};
+use lily_gpu::text::{EARLY, FILES, MEASURING, platform_header};
 use lily_gpu::{Platform, Shape, Text};
 
 fn main() -> std::io::Result<()> {
@@ -24,12 +25,14 @@ fn main() -> std::io::Result<()> {
         write(header, platform_header(header).expect("a platform header"))?;
     }
     write("shape.h", &Text::defines(&shape))?;
-    write("arguments.h", &lily_gpu::kernels::argument_structs())?;
-    for (name, text) in FILES {
+    write("arguments.h", &(argument_structs() + &read::declarations()))?;
+    let files = || FILES.iter().chain([&MEASURING]);
+    for (name, text) in files() {
         write(name, text)?;
     }
     let names: Vec<&str> = FILES.iter().map(|(name, _)| *name).collect();
     write("early", &(EARLY.join("\n") + "\n"))?;
+    let names: Vec<&str> = files().map(|(name, _)| *name).collect();
     write("files", &(names.join("\n") + "\n"))?;
-    write("cuda.cu", &Text::new(Platform::Cuda, &shape).source)
+    write("cuda.cu", &Text::measuring(Platform::Cuda, &shape).source)
 }

@@ -57,8 +57,9 @@ impl Device for GpuDevice {
         self.profile.name.clone()
     }
 
+    /// Not where the host chooses each token: its next step waits for it.
     fn overlaps(&self) -> bool {
-        true
+        self.tuning.token_handoff
     }
 
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {

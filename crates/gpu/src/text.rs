@@ -132,6 +132,9 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("sample_pick.metal"),
 ];
 
+/// Kernels that only measurements use.
+pub const MEASURING: (&str, &str) = kernel_file!("read.metal");
+
 /// The platform header of that file name, for checks that bring their own driver of the text.
 pub fn platform_header(file: &str) -> Option<&'static str> {
     PLATFORMS.iter().find(|(name, _)| *name == file).map(|(_, text)| *text)
@@ -188,6 +191,15 @@ impl Text {
         source += &format!("#line 1 \"{header}\"\n{}", platform_header(header).unwrap_or_default());
         source += &Self::body();
         Self { platform, source }
+    }
+
+    /// The text of all kernels for a shape, with those that only measurements use.
+    pub fn measuring(platform: Platform, shape: &Shape) -> Self {
+        let mut text = Self::new(platform, shape);
+        let (name, kernels) = MEASURING;
+        let arguments = crate::kernels::read::declarations();
+        text.source += &format!("#line 1 \"arguments\"\n{arguments}#line 1 \"{name}\"\n{kernels}");
+        text
     }
 
     /// Argument structs and kernels, without defines and platform header.

@@ -11,7 +11,53 @@ use super::process::{Patience, output};
 use crate::engine::{Engine, Point, Trouble};
 
 /// A setting that is this much slower in the warm-up is not measured in the rounds.
-const HOPELESS: f64 = 1.10;
+const HOPELESS: f64 = 1.05;
+
+/// How a run computes, and how it reads the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Setting {
+    flash: bool,
+    mapped: bool,
+}
+
+/// The option that says how the file is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reading {
+    /// `-lm mmap` and `-lm none`.
+    LoadMode,
+    /// `-mmp 1` and `-mmp 0`, in older ones.
+    Mmap,
+    /// None that is known: its default.
+    Default,
+}
+
+impl Reading {
+    /// From what `--help` prints.
+    fn of(help: &str) -> Self {
+        match help {
+            h if h.contains("--load-mode") => Self::LoadMode,
+            h if h.contains("--mmap") => Self::Mmap,
+            _ => Self::Default,
+        }
+    }
+
+    fn arguments(self, mapped: bool) -> &'static [&'static str] {
+        match (self, mapped) {
+            (Self::LoadMode, true) => &["-lm", "mmap"],
+            (Self::LoadMode, false) => &["-lm", "none"],
+            (Self::Mmap, true) => &["-mmp", "1"],
+            (Self::Mmap, false) => &["-mmp", "0"],
+            (Self::Default, _) => &[],
+        }
+    }
+}
+
+impl std::fmt::Display for Setting {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let read = if self.mapped { "mapped" } else { "read into memory" };
+        write!(f, "-fa {}, {read}", u8::from(self.flash))
+    }
+}
 
 /// One test of a `llama-bench -o json` run.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,19 +126,24 @@ pub struct LlamaOptions {
     pub threads: Option<usize>,
     /// More arguments of `llama-bench`, such as `-ngl 99 -ub 2048`.
     pub args: Vec<String>,
+    /// Whether the file may also be read into memory, where it then is twice.
+    pub unmapped: bool,
     /// How long one run of it may take.
     pub timeout: Duration,
 }
 
-/// llama.cpp, by one run of `llama-bench` for each measurement: with flash attention and without, the better one
-/// counts. The file is mapped, which is its default; it warms up by itself before it measures.
+/// llama.cpp, by one run of `llama-bench` for each measurement: with flash attention and without, the file mapped and
+/// read into memory; the best one counts. It warms up by itself before it measures.
 pub struct LlamaBench {
     program: PathBuf,
     options: LlamaOptions,
     patience: Patience,
-    /// Settings of `-fa` that are worth measuring at this point.
-    flash: Vec<&'static str>,
+    reading: Option<Reading>,
+    /// Those that are worth measuring at this point.
+    settings: Vec<Setting>,
     facts: Vec<(String, String)>,
+    /// The best setting of each point.
+    best: Vec<(String, String)>,
 }
 
 impl LlamaBench {
@@ -106,11 +157,40 @@ impl LlamaBench {
             )));
         }
         let patience = Patience { timeout: options.timeout, cancel };
-        Ok(Self { program, options, patience, flash: FLASH.to_vec(), facts: Vec::new() })
+        let (facts, best) = (Vec::new(), Vec::new());
+        Ok(Self { program, options, patience, reading: None, settings: Vec::new(), facts, best })
     }
 
-    fn arguments(&self, point: Point, flash: &str) -> Vec<String> {
+    /// The option of this program that says how the file is read.
+    fn reading(&mut self) -> Result<Reading, Trouble> {
+        if let Some(reading) = self.reading {
+            return Ok(reading);
+        }
+        let mut command = Command::new(&self.program);
+        command.arg("--help");
+        let reading = match output(command, &self.patience) {
+            Ok(help) => Reading::of(&help),
+            Err(Trouble::Failed(_)) => Reading::Default,
+            Err(trouble) => return Err(trouble),
+        };
+        self.reading = Some(reading);
+        Ok(reading)
+    }
+
+    /// All settings that this program and this machine have.
+    fn all_settings(&mut self) -> Result<Vec<Setting>, Trouble> {
+        let reading = self.reading()?;
+        let unmapped = self.options.unmapped && reading != Reading::Default;
+        let reads: &[bool] = if unmapped { &[true, false] } else { &[true] };
+        let flash = |mapped: &bool| [false, true].map(|flash| Setting { flash, mapped: *mapped });
+        Ok(reads.iter().flat_map(flash).collect())
+    }
+
+    fn arguments(&self, point: Point, setting: Setting) -> Vec<String> {
+        let flash = if setting.flash { "1" } else { "0" };
         let mut args: Vec<String> = ["-o", "json", "-r", "1", "-fa", flash].map(Into::into).into();
+        let reading = self.reading.unwrap_or(Reading::Default);
+        args.extend(reading.arguments(setting.mapped).iter().map(|a| (*a).to_owned()));
         args.extend(["-m".into(), self.options.model.display().to_string()]);
         if let Some(threads) = self.options.threads {
             args.extend(["-t".into(), threads.to_string()]);
@@ -133,9 +213,9 @@ impl LlamaBench {
         args
     }
 
-    fn once(&mut self, point: Point, flash: &str) -> Result<f64, Trouble> {
+    fn once(&mut self, point: Point, setting: Setting) -> Result<f64, Trouble> {
         let mut command = Command::new(&self.program);
-        command.args(self.arguments(point, flash));
+        command.args(self.arguments(point, setting));
         let tests = parse_llama_bench(&output(command, &self.patience)?)?;
         let (prompt, generated, depth) = match point {
             Point::Prefill { tokens } => (tokens, 0, 0),
@@ -152,12 +232,15 @@ impl LlamaBench {
     }
 
     /// The times of each setting that works; trouble if none does.
-    fn all(&mut self, point: Point) -> Result<Vec<(&'static str, f64)>, Trouble> {
+    fn all(&mut self, point: Point) -> Result<Vec<(Setting, f64)>, Trouble> {
+        if self.settings.is_empty() {
+            self.settings = self.all_settings()?;
+        }
         let mut times = Vec::new();
         let mut trouble = None;
-        for flash in self.flash.clone() {
-            match self.once(point, flash) {
-                Ok(seconds) => times.push((flash, seconds)),
+        for setting in self.settings.clone() {
+            match self.once(point, setting) {
+                Ok(seconds) => times.push((setting, seconds)),
                 Err(Trouble::Interrupted) => return Err(Trouble::Interrupted),
                 Err(error) => trouble = Some(error),
             }
@@ -168,8 +251,6 @@ impl LlamaBench {
         }
     }
 }
-
-const FLASH: [&str; 2] = ["0", "1"];
 
 /// `llama-bench` in a folder, or where a build below it puts it.
 fn find(dir: &Path) -> Result<PathBuf, Trouble> {
@@ -191,15 +272,22 @@ impl Engine for LlamaBench {
 
     fn facts(&self) -> Vec<(String, String)> {
         let mut facts = vec![("file".to_owned(), self.options.model.display().to_string())];
-        facts.extend(self.facts.iter().cloned());
+        // Which setting the last run had says nothing; which was best at each point does.
+        let runs = |key: &str| ["flash_attn", "use_mmap", "load_mode"].contains(&key);
+        facts.extend(self.facts.iter().filter(|(key, _)| !runs(key)).cloned());
+        facts.extend(self.best.iter().cloned());
         facts
     }
 
     fn warm_up(&mut self, point: Point) -> Result<(), Trouble> {
-        self.flash = FLASH.to_vec();
+        self.settings = self.all_settings()?;
         let times = self.all(point)?;
         let best = times.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
-        self.flash = times.iter().filter(|t| t.1 <= HOPELESS * best).map(|t| t.0).collect();
+        self.settings = times.iter().filter(|t| t.1 <= HOPELESS * best).map(|t| t.0).collect();
+        let names: Vec<String> = self.settings.iter().map(Setting::to_string).collect();
+        let key = format!("best at {point}");
+        self.best.retain(|(k, _)| *k != key);
+        self.best.push((key, names.join(" or ")));
         Ok(())
     }
 
@@ -214,5 +302,20 @@ impl Engine for LlamaBench {
     fn measure(&mut self, point: Point) -> Result<f64, Trouble> {
         let times = self.all(point)?;
         Ok(times.into_iter().map(|t| t.1).fold(f64::INFINITY, f64::min))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_version_has_its_own_option_for_reading() {
+        let recorded = include_str!("../../tests/recorded/llama-bench/help-load-mode.stdout");
+        assert_eq!(Reading::of(recorded), Reading::LoadMode);
+        assert_eq!(Reading::of("  -mmp, --mmap <0|1>  (default: 1)"), Reading::Mmap);
+        assert_eq!(Reading::of("usage"), Reading::Default);
+        assert_eq!(Reading::LoadMode.arguments(false), ["-lm", "none"]);
+        assert_eq!(Reading::Mmap.arguments(true), ["-mmp", "1"]);
     }
 }

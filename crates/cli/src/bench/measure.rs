@@ -7,13 +7,17 @@ use clap::Args;
 use lily_bench::floors::Limits;
 use lily_bench::machine::cpu_limits;
 use lily_bench::peers::{LlamaBench, LlamaOptions, MlxLm, PeerSpec, sha256};
-use lily_bench::report::{Floors, as_json, tables};
-use lily_bench::results::figures;
-use lily_bench::{Engine, Measured, Missing, SystemClock, Trouble, run as run_protocol, timed};
+use lily_bench::report::{Floors, Table, as_json, tables};
+use lily_bench::results::{Figure, figures};
+use lily_bench::roofline::by_operation as by_operation_of;
+use lily_bench::{
+    Engine, LilyEngine, Measured, Missing, Point, SystemClock, Trouble, run as run_protocol, timed,
+};
 use lily_cpu::Isa;
+use lily_device::{Measure, OperationTimes};
 use lily_engine::{Cancel, Machine};
 use lily_gpu::Profile;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::load::{Loaded, Memory, load};
 use super::options::{OutArgs, PointArgs, Told, draw, print};
@@ -48,7 +52,8 @@ pub struct RunArgs {
 ///
 /// In each round every engine measures the same shape once, in one order and then in the reverse; each round gives
 /// one ratio. A peer that is missing or fails becomes a row that says so. llama.cpp is measured by its own
-/// llama-bench, with flash attention and without, whichever is faster; mlx-lm in one warm process that reads the
+/// llama-bench, with flash attention and without, the file mapped and (where memory allows) read, whichever is
+/// fastest; mlx-lm in one warm process that reads the
 /// same folder as Lily, whose SHA-256 both print.
 #[derive(Args)]
 pub struct CompareArgs {
@@ -106,15 +111,22 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
         }
         None => Vec::new(),
     };
-    let mut engines: Vec<&mut dyn Engine> = vec![&mut engine];
-    engines.extend(others.iter_mut().map(|e| &mut **e as &mut dyn Engine));
     let mut told = Told { rounds: protocol.rounds, wanted: !args.out.json };
-    let measured = run_protocol(&mut engines, &protocol, &mut told);
+    let measured = {
+        let mut engines: Vec<&mut dyn Engine> = vec![&mut engine];
+        engines.extend(others.iter_mut().map(|e| &mut **e as &mut dyn Engine));
+        run_protocol(&mut engines, &protocol, &mut told)
+    };
 
+    let operations = match args.out.by_op && !measured.interrupted() {
+        true => by_operation(&mut engine, &measured),
+        false => Vec::new(),
+    };
     // Before the machine's limits are measured, which takes memory of its own.
     let memory = Memory::of(&engine);
     let wanted = !args.out.no_floors && !measured.interrupted();
-    let floors = wanted.then(|| Floors::new(&opened.model.plan, limits(&args.compute), &measured));
+    let floors = wanted
+        .then(|| Floors::new(&opened.model.plan, limits(&args.compute, &mut engine), &measured));
     let mut out = Stdout::new();
     if args.out.json {
         out.json(&json!({
@@ -124,21 +136,47 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
             "startup": startup.json(),
             "memory": memory.json(),
             "measured": as_json(&measured, floors.as_ref()),
+            "operations": operations.iter().map(|o| &o.1).collect::<Vec<_>>(),
         }))?;
     } else {
         out.line(&format!("{} on {device}", opened.checkpoint.source()))?;
         out.line(&startup.text())?;
         out.text(&memory.text())?;
         print(&mut out, &tables(&measured, floors.as_ref()))?;
+        for (table, ..) in &operations {
+            print(&mut out, std::slice::from_ref(table))?;
+        }
         out.text(&about(&measured, floors.as_ref()))?;
         out.flush()?;
     }
     draw(&args.out, &measured, floors.as_ref(), &device)?;
-    args.out.record.append(command, &device, &figures(&measured))?;
+    let mut all = figures(&measured);
+    all.extend(operations.into_iter().flat_map(|(_, _, figures)| figures));
+    args.out.record.append(command, &device, &all)?;
     match measured.interrupted() {
         true => Err(Interrupted.into()),
         false => Ok(()),
     }
+}
+
+/// Decoded tokens whose operations are measured.
+const BY_OP_TOKENS: usize = 8;
+
+/// Seconds by operation at each length: tables, JSON, figures. A point in trouble is a table that says why.
+fn by_operation(engine: &mut LilyEngine, measured: &Measured) -> Vec<(Table, Value, Vec<Figure>)> {
+    let short = |point: Point| match point {
+        Point::Decode { context, tokens } => {
+            Point::Decode { context, tokens: tokens.min(BY_OP_TOKENS) }
+        }
+        point => point,
+    };
+    let of = |point: Point| {
+        let times = engine.operations(point, Measure::Operations).unwrap_or_else(|trouble| {
+            OperationTimes { trouble: Some(trouble.to_string()), ..OperationTimes::default() }
+        });
+        by_operation_of(point, &times)
+    };
+    measured.points.iter().map(|p| short(p.point)).map(of).collect()
 }
 
 /// What the engines were, and what the floors follow from.
@@ -160,17 +198,31 @@ fn about(measured: &Measured, floors: Option<&Floors>) -> String {
     text
 }
 
-/// What the machine can do: measured now on the CPU, known of a GPU.
-fn limits(compute: &ComputeArgs) -> Limits {
+/// Weights of which a device's caches hold next to nothing.
+const COLD_WEIGHTS: u64 = 1 << 30;
+
+/// What the machine can do: measured now on the CPU. Of a GPU how fast it reads is measured now, where there are enough
+/// weights to read; the rest is known.
+fn limits(compute: &ComputeArgs, engine: &mut LilyEngine) -> Limits {
     if compute.on_host() {
         let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
         let threads = compute.threads.unwrap_or_else(cores);
         let isa = compute.isa.unwrap_or_else(Isa::detect);
         return cpu_limits(threads, isa, Machine::detect().available, &SystemClock::new());
     }
-    let bytes_per_second = Profile::named("h200").map_or(4.65e12, |p| p.bandwidth);
-    let how = "known of an NVIDIA H200: cold reads, bf16 products; not measured in this run".into();
-    Limits { bytes_per_second, macs_per_second: H200_MACS, how }
+    let budget = engine.inner().budget();
+    let enough = budget.weights.max(budget.copies) >= COLD_WEIGHTS;
+    let measured = enough.then(|| engine.read_rate()).flatten();
+    let known = || Profile::named("h200").map_or(4.65e12, |p| p.bandwidth);
+    let reading = match measured {
+        Some(_) => "reads measured in this run: a long read of the weights",
+        None => "reads as known of an NVIDIA H200, not measured in this run",
+    };
+    Limits {
+        bytes_per_second: measured.unwrap_or_else(known),
+        macs_per_second: H200_MACS,
+        how: format!("{reading}; bf16 products as known of an NVIDIA H200"),
+    }
 }
 
 type Facts = Vec<(String, String)>;
@@ -193,6 +245,7 @@ fn open_peers(
                     model: args.gguf.clone(),
                     threads: compute.threads.filter(|_| compute.on_host()),
                     args: args.llama_args.split_whitespace().map(str::to_owned).collect(),
+                    unmapped: room_for_a_copy(&args.gguf),
                     timeout,
                 };
                 or_missing("llama.cpp", LlamaBench::new(options, cancel.clone()))
@@ -209,6 +262,12 @@ fn open_peers(
     };
     let peers = args.peer.iter().map(&mut open).collect();
     (peers, checksums)
+}
+
+/// Whether a file fits into memory once more beside all that is mapped.
+fn room_for_a_copy(file: &std::path::Path) -> bool {
+    let bytes = std::fs::metadata(file).map_or(u64::MAX, |m| m.len());
+    Machine::detect().available.is_some_and(|available| bytes <= available / 4)
 }
 
 fn or_missing<E: Engine + 'static>(name: &str, engine: Result<E, Trouble>) -> Box<dyn Engine> {

@@ -84,6 +84,11 @@ pub struct OutArgs {
     #[arg(long, help_heading = "Output")]
     pub no_floors: bool,
 
+    /// Measure Lily's seconds by operation too, once at each length: of a whole prompt, and of up to 8 decoded
+    /// tokens.
+    #[arg(long, help_heading = "Output")]
+    pub by_op: bool,
+
     #[command(flatten)]
     pub record: super::record::RecordArgs,
 }

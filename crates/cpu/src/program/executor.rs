@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use lily_device::{Limits, MemoryNeed, PrepareError, SlotId, Weight};
+use lily_device::{
+    Limits, MemoryNeed, OperationTime, OperationTimes, PrepareError, SlotId, Weight,
+};
 use lily_ops::ops::Rope;
 use lily_ops::{Case, ElementType, HostTensor, Node, Plan, ValueId};
 
@@ -175,6 +178,8 @@ pub(crate) struct Executor {
     pub(super) attention: Option<(AttentionShape, AttentionScratch)>,
     pub(super) rope: Option<(Rope, RopeTable)>,
     pub(super) weight_bytes: Vec<AtomicU64>,
+    /// Seconds by operation, while they are measured.
+    pub(super) times: Option<Box<OperationTimes>>,
     limits: Limits,
     need: MemoryNeed,
 }
@@ -203,6 +208,7 @@ impl Executor {
             attention: attention.map(|(shape, _, scratch)| (shape, scratch)),
             rope,
             weight_bytes: weights.iter().map(|_| AtomicU64::new(0)).collect(),
+            times: None,
             need: memory_need(&plan, &limits, threads),
             pool,
             plan,
@@ -253,11 +259,49 @@ impl Executor {
         self.work.begin();
         let plan = Arc::clone(&self.plan);
         for node in &plan.body {
-            dispatch::run(self, run, &node.op, rows, &[]);
+            self.operation(run, node, rows, &[]);
             if node.ends_layer {
-                self.note_not_finite(run, node, rows);
+                self.timed("finite check", |e| e.note_not_finite(run, node, rows));
             }
         }
+    }
+
+    fn operation(&mut self, run: &Run, node: &Node, rows: StepRows, output_rows: &[usize]) {
+        if self.times.is_none() {
+            return dispatch::run(self, run, &node.op, rows, output_rows);
+        }
+        let weights = node.op.weights();
+        let read = |e: &Self| -> u64 {
+            weights.iter().map(|w| e.weight_bytes[w.0 as usize].load(Ordering::Relaxed)).sum()
+        };
+        let before = read(self);
+        self.timed(node.op.name(), |e| dispatch::run(e, run, &node.op, rows, output_rows));
+        let bytes = read(self) - before;
+        if let Some(times) = &mut self.times {
+            let name = node.op.name();
+            times.add(OperationTime { operation: name, kernel: name, bytes, ..Default::default() });
+        }
+    }
+
+    /// Runs a part of a step; its time is noted while times are measured.
+    pub fn timed<T>(&mut self, name: &'static str, part: impl FnOnce(&mut Self) -> T) -> T {
+        if self.times.is_none() {
+            return part(self);
+        }
+        let start = Instant::now();
+        let result = part(self);
+        let seconds = start.elapsed().as_secs_f64();
+        if let Some(times) = &mut self.times {
+            let calls = 1;
+            times.add(OperationTime {
+                operation: name,
+                kernel: name,
+                calls,
+                seconds,
+                ..Default::default()
+            });
+        }
+        result
     }
 
     fn note_not_finite(&self, run: &mut Run, node: &Node, rows: StepRows) {
@@ -284,7 +328,7 @@ impl Executor {
         self.work.begin();
         let plan = Arc::clone(&self.plan);
         for node in &plan.head {
-            dispatch::run(self, run, &node.op, rows, output_rows);
+            self.operation(run, node, rows, output_rows);
         }
         // SAFETY: the head has run, and the borrow of `self` keeps everything else away.
         unsafe { self.values.write::<f32>(&self.plan, plan.logits, rows) }

@@ -9,10 +9,12 @@ mod state;
 mod values;
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use lily_device::{
-    Counters, Input, Limits, MemoryNeed, Output, Program, Refusal, Score, Segment, SegmentOut,
-    SlotId, Snapshot, Step, StepError, StepOut, StepSlots, Ticket, check_params, check_step,
+    Counters, Input, Limits, Measure, MemoryNeed, OperationTime, OperationTimes, Output, Program,
+    Refusal, Score, Segment, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut, StepSlots,
+    Ticket, check_params, check_step,
 };
 use lily_ops::sample::{SampleParams, Sampled, sample};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
@@ -69,6 +71,20 @@ impl CpuProgram {
 
     fn check_params(&self, params: &SampleParams) -> Result<(), StepError> {
         Ok(check_params(params, self.executor.plan().vocab)?)
+    }
+
+    /// Runs a step; its time is noted while times are measured.
+    fn timed<T>(&mut self, step: impl FnOnce(&mut Self) -> T) -> T {
+        if self.executor.times.is_none() {
+            return step(self);
+        }
+        let start = Instant::now();
+        let result = step(self);
+        if let Some(times) = &mut self.executor.times {
+            times.steps += 1;
+            times.seconds += start.elapsed().as_secs_f64();
+        }
+        result
     }
 
     fn execute(&mut self, step: &Step, tokens: Vec<Vec<u32>>) -> Result<StepOut, StepError> {
@@ -131,7 +147,9 @@ impl CpuProgram {
         }
         for tile in wanted.chunks(self.executor.limits().outputs) {
             let rows: Vec<usize> = tile.iter().map(|r| run.step_row(*r)).collect();
+            let measured = self.executor.times.is_some();
             let logits = self.executor.head(run, &rows);
+            let start = measured.then(Instant::now);
             for (at, logits) in tile.iter().zip(logits.chunks_mut(vocab)) {
                 let segment = &step.segments[at.segment];
                 let result = match elementwise::all_finite(isa, logits) {
@@ -151,6 +169,18 @@ impl CpuProgram {
                 if let Err(reason) = result {
                     run.fail(at.segment, reason);
                 }
+            }
+            if let (Some(start), Some(times)) = (start, &mut self.executor.times) {
+                let seconds = start.elapsed().as_secs_f64();
+                let (operation, kernel) = ("sample and score", "sample and score");
+                let calls = tile.len() as u64;
+                times.add(OperationTime {
+                    operation,
+                    kernel,
+                    calls,
+                    seconds,
+                    ..Default::default()
+                });
             }
         }
         for (index, out) in out.iter_mut().enumerate() {
@@ -265,7 +295,7 @@ impl Program for CpuProgram {
 
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
         let tokens = self.check(&step)?;
-        let result = self.execute(&step, tokens);
+        let result = self.timed(|program| program.execute(&step, tokens));
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         let slots = step.segments.iter().map(|s| s.slot).collect();
@@ -364,6 +394,22 @@ impl Program for CpuProgram {
 
     fn scratch_high_water(&self) -> u64 {
         self.executor.scratch_high_water() + self.slots.held_bytes()
+    }
+
+    fn measure(&mut self, what: Measure) -> Result<(), StepError> {
+        self.executor.times = match what {
+            Measure::Nothing => None,
+            Measure::Operations => Some(Box::default()),
+            Measure::Twins => {
+                let what = "the CPU measures kernels with their twins outside of steps";
+                return Err(Refusal::Invalid(what.into()).into());
+            }
+        };
+        Ok(())
+    }
+
+    fn operation_times(&self) -> OperationTimes {
+        self.executor.times.as_deref().cloned().unwrap_or_default()
     }
 
     fn counters(&self) -> Counters {

@@ -24,5 +24,6 @@ pub mod elementwise;
 pub mod gemm;
 pub mod gemv;
 pub mod moe;
+pub mod read;
 pub mod route;
 pub mod sample;

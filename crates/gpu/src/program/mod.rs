@@ -1,6 +1,7 @@
 //! A plan prepared for a GPU: lists recorded once for each kind of step, then submitted.
 
 mod head;
+mod measure;
 mod record;
 mod slots;
 mod step;
@@ -9,8 +10,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use lily_device::{
-    Counters, Limits, MAX_IN_FLIGHT, MemoryNeed, PrepareError, Program, Refusal, SlotId, Snapshot,
-    Step, StepError, StepOut, StepSlots, Ticket, Weight,
+    Counters, Limits, MAX_IN_FLIGHT, Measure, MemoryNeed, OperationTimes, PrepareError, Program,
+    Refusal, SlotId, Snapshot, Step, StepError, StepOut, StepSlots, Ticket, Weight,
 };
 use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Plan, SlotState};
@@ -45,6 +46,7 @@ pub struct GpuProgram {
     flights: VecDeque<Flight>,
     next_ticket: u64,
     counters: Counters,
+    meter: Option<measure::Meter>,
     lost: Option<String>,
 }
 
@@ -139,6 +141,7 @@ impl GpuProgram {
             flights: VecDeque::new(),
             next_ticket: 0,
             counters: Counters { steps: 0, weight_bytes: vec![0; weight_count] },
+            meter: None,
             lost: None,
         })
     }
@@ -389,6 +392,16 @@ impl Program for GpuProgram {
         live.undo = None;
         self.push_counts(slot)?;
         self.push_header(slot)
+    }
+
+    fn measure(&mut self, what: Measure) -> Result<(), StepError> {
+        self.alive()?;
+        self.idle(None, "measuring")?;
+        self.set_measure(what).map_err(|e| self.broken(e))
+    }
+
+    fn operation_times(&self) -> OperationTimes {
+        self.measured()
     }
 
     fn position(&self, slot: SlotId) -> Result<usize, StepError> {

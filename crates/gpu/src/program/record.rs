@@ -112,6 +112,20 @@ impl Recording {
         &self.weight_reads
     }
 
+    /// The buffers that weights lie in, each once, with their bytes.
+    pub(super) fn slabs(&self) -> Vec<(Buffer, u64)> {
+        let mut slabs: Vec<(Buffer, u64)> =
+            self.weights.iter().map(|w| (w.slab.buffer, w.slab.bytes)).collect();
+        slabs.sort_unstable();
+        slabs.dedup();
+        slabs
+    }
+
+    /// Sizes that are compiled into the kernels.
+    pub(super) fn text_shape(&self) -> Shape {
+        self.shape
+    }
+
     /// The switches.
     pub fn tuning(&self) -> &Tuning {
         &self.tuning

@@ -90,7 +90,7 @@ impl GpuProgram {
         };
         let kind = Kind { shape: shape.clone(), tables, head: self.head_of(&step, alone) };
         // Recorded before anything changes: it may be refused.
-        let list = self.list(kind)?;
+        let list = self.list(kind.clone())?;
         let written = self.grow(&slots, &tokens).and_then(|()| {
             self.write_tables(tables, &step, &tokens, alone).map_err(|e| self.broken(e))
         });
@@ -99,6 +99,7 @@ impl GpuProgram {
             return Err(e);
         }
         self.counters.steps += 1;
+        let moved = self.moved().map_err(|e| self.broken(e))?;
         let submission = list.submit(&mut *self.driver).map_err(|e| self.failed(&slots, e))?;
         self.count_weights(tokens.iter().map(Vec::len).sum());
         for ((slot, list), asked) in slots.iter().zip(&tokens).zip(&asked) {
@@ -122,6 +123,9 @@ impl GpuProgram {
             flight.ready = Some(Ok(self.read_back(&step, &flight, &shape)?));
         }
         self.flights.push_back(flight);
+        if let Some(moved) = moved {
+            self.measure_step(&kind, &moved);
+        }
         Ok(Ticket(ticket))
     }
 

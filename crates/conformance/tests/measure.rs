@@ -1,0 +1,155 @@
+//! Steps whose operations are timed: the same results, and each operation accounted for. On the CPU and on the shared
+//! GPU kernels; with LILY_GPU=cuda on the NVIDIA GPU of this machine.
+
+use lily_conformance::Fixture;
+use lily_cpu::{CpuDevice, CpuOptions};
+use lily_device::{
+    Device, Input, Limits, Measure, Output, Program, SegmentOut, SlotId, Step, StepError,
+};
+use lily_gpu::program::Recording;
+use lily_gpu::{Driver, GpuDevice, Profile, Tuning};
+use lily_model::Precision;
+use lily_ops::sample::SampleParams;
+use lily_softgpu::{Options, SoftDriver};
+
+const SLOT: SlotId = SlotId(0);
+
+fn gpu() -> GpuDevice {
+    if std::env::var_os("LILY_GPU").is_some_and(|name| name == "cuda") {
+        let open = || lily_cuda::CudaDriver::open(lily_cuda::Options::default());
+        let profile = open().expect("an NVIDIA GPU").profile().clone();
+        return GpuDevice::new(profile, Tuning::default(), Box::new(move || Ok(Box::new(open()?))));
+    }
+    let options = Options::default();
+    let profile = options.profile.clone();
+    let open = move || -> Result<Box<dyn Driver>, lily_gpu::DriverError> {
+        Ok(Box::new(SoftDriver::new(options.clone())))
+    };
+    GpuDevice::new(profile, Tuning::default(), Box::new(open))
+}
+
+fn program(device: &dyn Device) -> (Fixture, Box<dyn Program>) {
+    let fixture = Fixture::open("tiny-a");
+    let model = lily_model::load(&fixture.checkpoint, Precision::Standard).expect("it loads");
+    let limits = Limits { undo: true, ..Limits::new(1, 512, 64) };
+    let program = device.prepare(model.plan, model.weights, limits).expect("it is prepared");
+    (fixture, program)
+}
+
+fn sampled(program: &mut dyn Program, input: Input) -> u32 {
+    let params = SampleParams { temperature: 0.8, presence_penalty: 0.5, ..SampleParams::GREEDY };
+    let step = Step::one(SLOT, input, Output::Sample(params));
+    match &program.run(step).expect("the step runs").segments[..] {
+        [SegmentOut::Sampled(token)] => token.id,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A prompt in two chunks, then some tokens; the state after it.
+fn answer(program: &mut dyn Program, tokens: &[u32]) -> (Vec<u32>, lily_device::Snapshot) {
+    program.reset(SLOT).expect("the slot exists");
+    program.begin_answer(SLOT, &[3, 4]).expect("the slot is empty");
+    let head = Step::one(SLOT, Input::Tokens(tokens[..20].to_vec()), Output::None);
+    program.run(head).expect("the step runs");
+    let mut ids = vec![sampled(program, Input::Tokens(tokens[20..40].to_vec()))];
+    ids.extend((0..3).map(|_| sampled(program, Input::LastSampled)));
+    (ids, program.snapshot(SLOT).expect("the slot is usable"))
+}
+
+fn same_results(device: &dyn Device, kinds: &[Measure]) {
+    let (fixture, mut program) = program(device);
+    let want = answer(&mut *program, &fixture.tokens);
+    for kind in kinds {
+        program.measure(*kind).expect("it can be measured");
+        let got = answer(&mut *program, &fixture.tokens);
+        assert_eq!(got.0, want.0, "{kind:?}");
+        assert!(got.1 == want.1, "{kind:?}: another state");
+        let times = program.operation_times();
+        assert_eq!((times.steps, times.trouble), (5, None));
+    }
+    program.measure(Measure::Nothing).expect("it can be ended");
+    assert!(answer(&mut *program, &fixture.tokens) == want, "afterwards");
+    assert_eq!(program.operation_times().steps, 0, "nothing is measured any more");
+}
+
+#[test]
+fn measuring_changes_no_result_on_the_cpu() {
+    let device = CpuDevice::new(CpuOptions { threads: Some(2), isa: None });
+    same_results(&device, &[Measure::Operations]);
+    let (_, mut program) = program(&device);
+    let refused = program.measure(Measure::Twins);
+    assert!(matches!(refused, Err(StepError::Refused(_))), "{refused:?}");
+}
+
+#[test]
+fn measuring_changes_no_result_on_the_gpu_kernels() {
+    same_results(&gpu(), &[Measure::Operations, Measure::Twins]);
+}
+
+#[test]
+fn the_cpu_accounts_for_each_operation_of_a_plan() {
+    let device = CpuDevice::new(CpuOptions { threads: Some(2), isa: None });
+    let (fixture, mut program) = program(&device);
+    program.measure(Measure::Operations).expect("it can be measured");
+    let before = program.counters();
+    let step = Step::one(
+        SLOT,
+        Input::Tokens(fixture.tokens[..8].to_vec()),
+        Output::Sample(SampleParams::GREEDY),
+    );
+    program.run(step).expect("the step runs");
+    let times = program.operation_times();
+    let calls = |name: &str| {
+        times.operations.iter().find(|t| t.operation == name).map_or(0, |t| t.calls as usize)
+    };
+    for node in program.plan().nodes() {
+        let name = node.op.name();
+        let want = program.plan().nodes().filter(|n| n.op.name() == name).count();
+        assert_eq!(calls(name), want, "{name}");
+    }
+    assert_eq!(calls("sample and score"), 1);
+    let sum: f64 = times.sum();
+    assert!(times.operations.iter().all(|t| t.seconds > 0.0) && sum <= times.seconds, "{times:?}");
+    let bytes: u64 = times.operations.iter().map(|t| t.bytes).sum();
+    let counted: u64 = program
+        .counters()
+        .weight_bytes
+        .iter()
+        .zip(&before.weight_bytes)
+        .map(|(after, before)| after - before)
+        .sum();
+    assert_eq!(bytes, counted);
+}
+
+#[test]
+fn the_gpu_accounts_for_each_launch() {
+    let device = gpu();
+    let profile: Profile = device.profile().clone();
+    let (fixture, mut program) = program(&device);
+    let first = Input::Tokens(fixture.tokens[..8].to_vec());
+    program
+        .run(Step::one(SLOT, first, Output::Sample(SampleParams::GREEDY)))
+        .expect("the step runs");
+    program.measure(Measure::Twins).expect("it can be measured");
+    let step = Step::one(SLOT, Input::LastSampled, Output::Sample(SampleParams::GREEDY));
+    program.run(step).expect("the step runs");
+    let times = program.operation_times();
+    // The same step on a device that is not there: contexts are recorded for powers of two, here all there is.
+    let recording = Recording::virtual_of(program.plan(), &Tuning::default(), &profile)
+        .expect("it can be recorded");
+    let want = lily_gpu::report::decode(&recording, 512).expect("it can be recorded");
+    let launches: u64 = times.operations.iter().map(|t| t.calls).sum();
+    assert_eq!(launches as usize, want.dispatches);
+    for (name, (count, _)) in &want.operations {
+        let of = times.operations.iter().filter(|t| t.operation == *name);
+        assert_eq!(of.map(|t| t.calls as usize).sum::<usize>(), *count, "{name}");
+    }
+    assert!(times.operations.iter().all(|t| t.seconds > 0.0 && !t.kernel.is_empty()));
+    assert!(
+        times
+            .operations
+            .iter()
+            .all(|t| { t.twins.is_some_and(|t| t.read_only > 0.0 && t.no_arithmetic > 0.0) })
+    );
+    assert!(times.read_rate.is_some_and(|rate| rate > 0.0) && times.seconds > 0.0);
+}

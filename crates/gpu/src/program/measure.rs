@@ -1,0 +1,312 @@
+//! Seconds by kernel, in steps that run for real.
+//!
+//! After a step has run, its dispatches run again on memory of their own, in which no value takes another's place:
+//! first as a whole, then all dispatches of each kernel of an operation by themselves. The layers' weights differ, so
+//! that none of them comes out of a cache. Kernels are functions of what they read, so a step's state and results
+//! stay what they were; what moves on with a step is put back before each run.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use lily_device::{Measure, OperationTime, OperationTimes, Twins};
+use lily_ops::ElementType;
+
+use super::record::{Kind, Recorded};
+use super::{GpuProgram, head};
+use crate::driver::{Buffer, Driver, DriverError, Pipeline, Placement};
+use crate::kernels::read::{PACKET, Part, read};
+use crate::list::{CommandList, Dispatch, Operand, Recorder};
+use crate::memory::Memory;
+use crate::text::{Shape, Text};
+
+/// Runs before the measured ones: the first is kernel by kernel, with the second a driver may make a graph.
+const WARM_UP: usize = 2;
+/// Measured runs; their median counts.
+const ROUNDS: usize = 5;
+/// Bytes of the long read that tells the device's rate.
+const LONG_READ: u64 = 8 << 30;
+/// Threads and threadgroups a core of a read without a kernel's grid.
+const READ_GRID: (u32, u32) = (256, 8);
+
+/// What is measured, and what it takes.
+pub(super) struct Meter {
+    times: OperationTimes,
+    reader: Option<Reader>,
+}
+
+/// Words that a step moves on.
+pub(super) struct Moved {
+    headers: Vec<u8>,
+    counts: Vec<u8>,
+}
+
+/// All dispatches of one kernel for one operation.
+#[derive(Default)]
+struct Group {
+    dispatches: Vec<Dispatch>,
+    pipelines: Vec<Pipeline>,
+}
+
+impl GpuProgram {
+    pub(super) fn set_measure(&mut self, what: Measure) -> Result<(), DriverError> {
+        if let Some(reader) = self.meter.take().and_then(|meter| meter.reader) {
+            self.driver.release(reader.out.buffer);
+        }
+        let mut meter = match what {
+            Measure::Nothing => return Ok(()),
+            Measure::Operations => Meter { times: OperationTimes::default(), reader: None },
+            Measure::Twins => {
+                let slabs = self.recording.slabs();
+                let reader = Reader::new(&mut *self.driver, &self.recording.text_shape(), slabs)?;
+                Meter { times: OperationTimes::default(), reader: Some(reader) }
+            }
+        };
+        if let Some(reader) = &mut meter.reader {
+            meter.times.read_rate = Some(reader.rate(&mut *self.driver)?);
+        }
+        self.meter = Some(meter);
+        Ok(())
+    }
+
+    pub(super) fn measured(&self) -> OperationTimes {
+        self.meter.as_ref().map(|m| m.times.clone()).unwrap_or_default()
+    }
+
+    /// What the next step moves on, as it is before, if steps are measured.
+    pub(super) fn moved(&mut self) -> Result<Option<Moved>, DriverError> {
+        match self.meter {
+            Some(_) => Moved::read(&mut *self.driver, &self.memory, &self.io).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// Measures the step that was submitted last, of this kind. A reason why it could not is kept with the times.
+    pub(super) fn measure_step(&mut self, kind: &Kind, before: &Moved) {
+        let Some(mut meter) = self.meter.take() else { return };
+        let reads_device = Moved::read(&mut *self.driver, &self.memory, &self.io);
+        let result = reads_device.map_err(|e| e.to_string()).and_then(|after| {
+            let measured = self.run_alone(kind, before, &mut meter);
+            let restored = after.write(&mut *self.driver, &self.memory, &self.io);
+            measured.and(restored.map_err(|e| e.to_string()))
+        });
+        if let Err(why) = result {
+            meter.times.trouble.get_or_insert(why);
+        }
+        self.meter = Some(meter);
+    }
+
+    fn run_alone(&mut self, kind: &Kind, before: &Moved, meter: &mut Meter) -> Result<(), String> {
+        let tables = &self.memory.tables[kind.tables];
+        let Recorded { mut list, scratch } = self.recording.record(kind, tables, &self.io)?;
+        if !list.breaks.is_empty() {
+            return Err("steps whose routing is the host's are not measured".into());
+        }
+        let bytes = scratch.place(&mut list.clone(), Buffer(u32::MAX >> 2), false);
+        let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
+        list.pipelines = self.driver.pipelines(&self.text, &kernels).map_err(|e| e.to_string())?;
+        list.inputs = vec![self.memory.inputs(kind.tables)];
+        let arena = self
+            .driver
+            .allocate("measuring without shared scratch", bytes.max(16), Placement::Device)
+            .map_err(|e| format!("{e}; a smaller --chunk needs less"))?;
+        scratch.place(&mut list, arena, false);
+        let measured = self.time_all(list, before, meter).map_err(|e| e.to_string());
+        self.driver.release(arena);
+        measured
+    }
+
+    fn time_all(
+        &mut self,
+        list: CommandList,
+        before: &Moved,
+        meter: &mut Meter,
+    ) -> Result<(), DriverError> {
+        let Self { driver, memory, io, .. } = self;
+        let time = |driver: &mut dyn Driver, list: CommandList| {
+            time(driver, list, |driver| before.write(driver, memory, io))
+        };
+        let whole = time(&mut **driver, list.clone())?;
+        for group in groups(&list) {
+            let first = group.dispatches[0].clone();
+            let calls = group.dispatches.len() as u64;
+            let bytes = group.dispatches.iter().map(|d| d.traffic).sum();
+            let twins = match &mut meter.reader {
+                Some(reader) => {
+                    let (straight, shaped) = reader.twins(&group.dispatches);
+                    Some(Twins {
+                        read_only: time(&mut **driver, straight)?,
+                        no_arithmetic: time(&mut **driver, shaped)?,
+                    })
+                }
+                None => None,
+            };
+            let seconds = time(&mut **driver, group.list(&list))?;
+            let (operation, kernel) = (first.op, first.kernel);
+            meter.times.add(OperationTime { operation, kernel, calls, seconds, bytes, twins });
+        }
+        meter.times.steps += 1;
+        meter.times.seconds += whole;
+        Ok(())
+    }
+}
+
+/// The dispatches of a list by operation and kernel, in the order in which these first occur.
+fn groups(list: &CommandList) -> Vec<Group> {
+    let mut groups: Vec<Group> = Vec::new();
+    for (dispatch, pipeline) in list.dispatches.iter().zip(&list.pipelines) {
+        let same = |g: &&mut Group| {
+            (g.dispatches[0].op, g.dispatches[0].kernel) == (dispatch.op, dispatch.kernel)
+        };
+        let group = match groups.iter_mut().position(|mut g| same(&mut g)) {
+            Some(at) => &mut groups[at],
+            None => {
+                groups.push(Group::default());
+                let last = groups.len() - 1;
+                &mut groups[last]
+            }
+        };
+        group.dispatches.push(dispatch.clone());
+        group.pipelines.push(*pipeline);
+    }
+    groups
+}
+
+impl Group {
+    /// A list of them, one after another.
+    fn list(self, whole: &CommandList) -> CommandList {
+        CommandList {
+            stages: (0..self.dispatches.len()).collect(),
+            dispatches: self.dispatches,
+            pipelines: self.pipelines,
+            inputs: whole.inputs.clone(),
+            ..CommandList::default()
+        }
+    }
+}
+
+/// Median seconds of a list. A device that does not tell its times is asked once, by the host's clock.
+fn time(
+    driver: &mut dyn Driver,
+    list: CommandList,
+    mut before: impl FnMut(&mut dyn Driver) -> Result<(), DriverError>,
+) -> Result<f64, DriverError> {
+    let list = Arc::new(list);
+    let mut times = Vec::new();
+    for _ in 0..WARM_UP + ROUNDS {
+        before(driver)?;
+        let start = Instant::now();
+        let submission = driver.submit(&list)?;
+        let told = driver.wait(submission)?.seconds;
+        if told <= 0.0 {
+            return Ok(start.elapsed().as_secs_f64());
+        }
+        times.push(told);
+    }
+    let mut measured = times.split_off(WARM_UP);
+    measured.sort_by(f64::total_cmp);
+    Ok(measured[measured.len() / 2])
+}
+
+impl Moved {
+    fn read(driver: &mut dyn Driver, memory: &Memory, io: &head::Io) -> Result<Self, DriverError> {
+        let mut part = |operand: Operand| {
+            let mut bytes = vec![0; operand.bytes as usize];
+            driver.read(operand.buffer, operand.offset, &mut bytes).map(|()| bytes)
+        };
+        Ok(Self { headers: part(memory.tables[0].headers)?, counts: part(io.counts)? })
+    }
+
+    fn write(
+        &self,
+        driver: &mut dyn Driver,
+        memory: &Memory,
+        io: &head::Io,
+    ) -> Result<(), DriverError> {
+        let headers = memory.tables[0].headers;
+        driver.write(headers.buffer, headers.offset, &self.headers)?;
+        driver.write(io.counts.buffer, io.counts.offset, &self.counts)
+    }
+}
+
+/// Reads the weights' slabs, on and on, so that nothing it reads was read lately.
+struct Reader {
+    pipeline: Pipeline,
+    slabs: Vec<(Buffer, u64)>,
+    /// Slab and packet that are next.
+    next: (usize, u64),
+    out: Operand,
+    cores: u32,
+}
+
+impl Reader {
+    fn new(
+        driver: &mut dyn Driver,
+        shape: &Shape,
+        slabs: Vec<(Buffer, u64)>,
+    ) -> Result<Self, DriverError> {
+        let (platform, cores) = (driver.profile().platform, driver.profile().cores);
+        let text = Arc::new(Text::measuring(platform, shape));
+        let pipeline = driver.pipelines(&text, &["read_bytes"])?[0];
+        let bytes = 16;
+        let buffer = driver.allocate("sums of a read", bytes, Placement::Device)?;
+        let out = Operand { buffer, offset: 0, bytes, element: ElementType::U32 };
+        Ok(Self { pipeline, slabs, next: (0, 0), out, cores })
+    }
+
+    /// The next so many bytes. Where a slab is shorter, it is read several times.
+    fn part(&mut self, bytes: u64) -> Part {
+        let packets = bytes.div_ceil(PACKET).max(1);
+        let (mut slab, mut first) = self.next;
+        if first + packets > self.slabs[slab].1 / PACKET {
+            (slab, first) = ((slab + 1) % self.slabs.len(), 0);
+        }
+        let (buffer, bytes) = self.slabs[slab];
+        let most = (bytes / PACKET).clamp(1, 1 << 31);
+        let passes = packets.div_ceil(most);
+        let packets = packets / passes;
+        self.next = (slab, first + packets);
+        let (first, packets, passes) = (first as u32, packets as u32, passes as u32);
+        Part { buffer, bytes, first, packets, passes }
+    }
+
+    fn list(&self, recorder: Recorder) -> CommandList {
+        let mut list = recorder.finish(false);
+        list.pipelines = vec![self.pipeline; list.dispatches.len()];
+        list
+    }
+
+    fn grid(&self) -> ([u32; 3], u32) {
+        let (threads, groups) = READ_GRID;
+        ([self.cores.max(1) * groups, 1, 1], threads)
+    }
+
+    /// As many reads of as many bytes: with a grid for reading, and each with its kernel's grid.
+    fn twins(&mut self, dispatches: &[Dispatch]) -> (CommandList, CommandList) {
+        let (mut straight, mut shaped) = (Recorder::default(), Recorder::default());
+        for dispatch in dispatches {
+            let part = self.part(dispatch.traffic);
+            read(&mut straight, &part, self.grid(), self.out, false);
+            let part = self.part(dispatch.traffic);
+            read(&mut shaped, &part, (dispatch.groups, dispatch.threads), self.out, false);
+        }
+        (self.list(straight), self.list(shaped))
+    }
+
+    /// Bytes a second of a long read.
+    fn rate(&mut self, driver: &mut dyn Driver) -> Result<f64, DriverError> {
+        let (mut recorder, mut left) = (Recorder::default(), LONG_READ);
+        let mut bytes = 0;
+        for (buffer, size) in self.slabs.clone() {
+            let packets = (size.min(left) / PACKET).min(1 << 31);
+            if packets == 0 {
+                continue;
+            }
+            left -= packets * PACKET;
+            bytes += packets * PACKET;
+            let packets = packets as u32;
+            let part = Part { buffer, bytes: size, first: 0, packets, passes: 1 };
+            read(&mut recorder, &part, self.grid(), self.out, false);
+        }
+        Ok(bytes as f64 / time(driver, self.list(recorder), |_| Ok(()))?)
+    }
+}
