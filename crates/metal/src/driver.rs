@@ -131,6 +131,7 @@ pub struct MetalDriver {
     failed_queue: bool,
     /// Staged writes of failed submissions.
     lost_writes: Vec<Pending>,
+    notes: Vec<String>,
     lost: Option<String>,
 }
 
@@ -224,6 +225,7 @@ impl MetalDriver {
             broken: Vec::new(),
             failed_queue: false,
             lost_writes: Vec::new(),
+            notes: Vec::new(),
             lost: None,
         };
         if let Some(residency) = &mut driver.residency {
@@ -487,24 +489,31 @@ impl MetalDriver {
     /// either fails.
     fn settle_tensors(&mut self, key: u64, text: &Arc<Text>) {
         if text.platform != Platform::MetalTensor || !self.may_use_tensors {
+            self.notes.push("matrix tiles by simdgroup matrices: this device and system have no tensor operations, or they are off".into());
             return;
         }
         let tested = match self.compiled.add_tensors(key, text) {
             Ok(()) => self.test_tensors(key),
             Err(e) => Err(e.to_string()),
         };
-        if let Err(why) = tested {
-            self.compiled.drop_tensors(key);
-            let why = why.lines().next().unwrap_or_default().to_owned();
-            (self.options.notify)(&format!(
-                "{}: computing without tensor operations: {why}",
-                self.profile.name
-            ));
+        match tested {
+            Ok(worst) => self.notes.push(format!(
+                "matrix tiles by tensor operations: a product of {:?} differs by {worst:.1e} of its size from simdgroup matrices",
+                self.options.tensor_test
+            )),
+            Err(why) => {
+                self.compiled.drop_tensors(key);
+                let why = why.lines().next().unwrap_or_default();
+                let note =
+                    format!("{}: computing without tensor operations: {why}", self.profile.name);
+                (self.options.notify)(&note);
+                self.notes.push(note);
+            }
         }
     }
 
     /// Compares tensor operations with simdgroup matrices.
-    fn test_tensors(&mut self, key: u64) -> Result<(), String> {
+    fn test_tensors(&mut self, key: u64) -> Result<f64, String> {
         let size = self.options.tensor_test;
         let mut results = Vec::new();
         for tensors in [false, true] {
@@ -666,6 +675,10 @@ impl Driver for MetalDriver {
 
     fn allocated(&self) -> u64 {
         self.buffers.values().map(|m| m.bytes).sum()
+    }
+
+    fn notes(&self) -> Vec<String> {
+        self.notes.clone()
     }
 
     fn more_room(&self, bytes: u64) -> Option<String> {
