@@ -111,4 +111,15 @@ pub trait Driver: Send {
 
     /// Bytes of all buffers.
     fn allocated(&self) -> u64;
+
+    /// What was settled for the texts compiled so far, in lines for people: which of several ways, and why.
+    fn notes(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// What would make room for `bytes` bytes in sum where there is too little, if the system has a way.
+    fn more_room(&self, bytes: u64) -> Option<String> {
+        let _ = bytes;
+        None
+    }
 }
