@@ -1,5 +1,5 @@
 //! Whole models on the shared GPU kernels: thread by thread on the host, or with LILY_GPU=cuda or LILY_GPU=metal on the GPU
-//! of this machine.
+//! of this machine (in software where the build has `--cfg metal_soft`).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,7 +23,10 @@ fn device(tuning: Tuning) -> GpuDevice {
             let options = lily_cuda::Options::default();
             Ok(Box::new(lily_cuda::CudaDriver::open(options)?))
         }),
+        #[cfg(not(all(metal_soft, not(target_os = "macos"))))]
         Ok("metal") => Box::new(lily_metal::open),
+        #[cfg(all(metal_soft, not(target_os = "macos")))]
+        Ok("metal") => lily_conformance::metal::open(lily_softmetal::Caps::without_tensors()).1,
         Ok(name) => panic!("LILY_GPU={name}; there are cuda and metal"),
         Err(_) => Box::new(|| Ok(Box::new(SoftDriver::new(Options::default())))),
     };

@@ -268,6 +268,13 @@ impl Soft {
         lock(&self.state.gate).completed
     }
 
+    /// Waits until every committed command buffer has ended and its handlers have run.
+    pub fn wait_idle(&self) {
+        let gate = lock(&self.state.gate);
+        let busy = |g: &mut Gate| g.completed < g.committed;
+        let _ = self.state.moved.wait_timeout_while(gate, HOLD, busy);
+    }
+
     /// Each command buffer of this range does not run before the next one is committed.
     pub fn hold(&self, numbers: Range<u64>) {
         lock(&self.state.gate).hold = numbers;
