@@ -12,8 +12,7 @@ use lily_softmetal::{Caps, Soft};
 
 /// Options for a device in software: a Mac of today, a small test of tensor operations, little patience.
 pub fn options(notify: impl Fn(&str) + Send + Sync + 'static) -> Options {
-    let system =
-        System { os: (26, 2), memory: 64 << 30, wired_limit: None, gpu_cores: Some(40) };
+    let system = System { os: (26, 2), memory: 64 << 30, wired_limit: None, gpu_cores: Some(40) };
     Options {
         tensor_test: [40, 64, 128],
         patience: Duration::from_secs(60),

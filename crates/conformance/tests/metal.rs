@@ -65,14 +65,15 @@ fn the_demo_model_answers_as_on_softgpu() {
 #[test]
 fn a_long_prompt_in_chunks_and_parts() {
     let fixture = Fixture::open("tiny-a");
-    let caps = Caps { thread_seconds: 2e-6, ..Caps::without_tensors() };
-    let (soft, metal) = open(caps);
+    let caps = Caps { thread_seconds: 1e-7, ..Caps::without_tensors() };
+    let options = lily_metal::Options { part_seconds: 0.002, ..options(|_| ()) };
+    let (soft, metal) = open_with(caps, options);
     let reference = softgpu(&profile(&metal));
     let [mut metal, mut reference] =
         [metal, reference].map(|open| prepare(open, model(&fixture), limits(1024, 256)));
     let vocab = metal.plan().vocab as u32;
     let prompt: Vec<u32> = (0..1000).map(|i| (i * 7 + 3) % vocab).collect();
-    let mut run = |p: &mut dyn Program| {
+    let run = |p: &mut dyn Program| {
         p.reset(SLOT).expect("the slot exists");
         let (last, head) = prompt.split_last().expect("a prompt");
         for chunk in head.chunks(256) {
@@ -93,7 +94,8 @@ fn a_long_prompt_in_chunks_and_parts() {
     let before = soft.committed();
     let got = run(&mut *metal);
     let buffers = soft.committed() - before;
-    assert!(buffers > 4 + 6 + 4, "{buffers} command buffers");
+    println!("{buffers} command buffers for 10 steps");
+    assert!(buffers >= 4 + 6 + 6, "{buffers} command buffers for 10 steps");
     assert_eq!(got, run(&mut *reference));
     drop(metal);
     nothing_is_left(&soft);
@@ -110,7 +112,12 @@ fn engine(open: Open) -> Engine {
 }
 
 /// The ids that an engine answers with, and the command buffer before the first token was there.
-fn answer(engine: &mut Engine, soft: Option<&Soft>, count: usize, params: SampleParams) -> (Vec<u32>, u64) {
+fn answer(
+    engine: &mut Engine,
+    soft: Option<&Soft>,
+    count: usize,
+    params: SampleParams,
+) -> (Vec<u32>, u64) {
     let mut session = engine.open_session().expect("a session");
     let prompt: Vec<u32> = (0..40).map(|i| (i * 7 + 3) % 100).collect();
     let cancel = Cancel::new();
@@ -213,6 +220,8 @@ fn tensor_operations_and_their_replacement() {
             None => {
                 println!("tensor operations against simdgroup matrices: max abs {error:.1e}");
                 assert!(error < 0.2, "{error}");
+                let [plain, tensors] = soft.launches();
+                assert!(tensors > 40 && plain > 40, "{plain} and {tensors} launches");
             }
             Some(_) => assert!(got == plain, "{fault:?}: the simdgroup path's bits"),
         }

@@ -67,7 +67,7 @@ fn drain(program: &mut dyn Program) {
 fn a_device_that_is_gone_or_silent() {
     for (fault, patience, reason) in [
         (Fault::Removed as fn(u64) -> Fault, 60, "removed"),
-        (Fault::Silent, 1, "second"),
+        (Fault::Silent, 1, "has not answered"),
     ] {
         let (_dir, model) = micro();
         let options =
@@ -95,8 +95,12 @@ fn what_does_not_compile_or_fit() {
     let cases = [
         (Caps::without_tensors(), Some(Fault::Compile), "a fault was injected"),
         (Caps::without_tensors(), Some(Fault::Pipeline), "exceeds available registers"),
-        (Caps { memory: 1 << 17, ..Caps::without_tensors() }, None, "has no more"),
-        (Caps { working_set: 300 << 20, ..Caps::without_tensors() }, None, "sysctl iogpu.wired_limit_mb="),
+        (Caps { memory: 32 << 20, ..Caps::without_tensors() }, None, "has no more"),
+        (
+            Caps { working_set: 300 << 20, ..Caps::without_tensors() },
+            None,
+            "sysctl iogpu.wired_limit_mb=",
+        ),
     ];
     for (caps, fault, reason) in cases {
         let (_dir, model) = micro();

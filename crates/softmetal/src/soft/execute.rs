@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 use lily_softgpu::{Access, Cell, Place, TrackedRange};
@@ -122,7 +123,13 @@ fn run_commands(
     let mut left = most;
     check_released(state, buffer, encoded, "ran")?;
     for encoder in encoded {
-        run_encoder(state, encoder, &mut left)?;
+        let result = run_encoder(state, encoder, &mut left);
+        // A command buffer that fails releases who waits for it.
+        let mut order = order(state);
+        let next = order.next;
+        order.fences.extend(encoder.updates.iter().map(|f| (*f, next)));
+        drop(order);
+        result?;
     }
     check_guards(state, encoded)?;
     check_released(state, buffer, encoded, "had completed")
@@ -201,9 +208,6 @@ fn run_encoder(state: &Arc<State>, encoder: &Encoded, left: &mut usize) -> Resul
         }
         position.interval = order(state).next;
     }
-    let mut order = order(state);
-    let next = order.next;
-    order.fences.extend(encoder.updates.iter().map(|f| (*f, next)));
     Ok(())
 }
 
@@ -255,11 +259,9 @@ fn dispatch(state: &Arc<State>, launch: &Launch, position: Position) -> Result<(
             )
         }
     };
-    let (result, access) = if state.caps.tracked {
-        tracked(state, launch, place, &mut run)
-    } else {
-        (run(), None)
-    };
+    let (result, access) =
+        if state.caps.tracked { tracked(state, launch, place, &mut run) } else { (run(), None) };
+    state.launches[usize::from(launch.kernel.tensors)].fetch_add(1, Ordering::Relaxed);
     let threads = launch.groups.iter().map(|n| f64::from(*n)).product::<f64>();
     order(state).clock +=
         LAUNCH_SECONDS + threads * f64::from(launch.threads) * state.caps.thread_seconds;
@@ -277,14 +279,16 @@ fn reported(state: &State, access: Access, name: &str) -> Failure {
         return broken(state, Rule::OutOfBounds, format!("{at}, which is not bound to it there"));
     }
     let other = order(state).names.get(access.other as usize).cloned().unwrap_or_default();
-    broken(state, Rule::Unordered, format!("{at}, which {other} touches, and nothing orders the two"))
+    broken(
+        state,
+        Rule::Unordered,
+        format!("{at}, which {other} touches, and nothing orders the two"),
+    )
 }
 
 /// The cells of a buffer, made the first time.
 fn cells_of<'a>(cells: &'a mut HashMap<u64, Vec<Cell>>, region: &Region) -> &'a mut Vec<Cell> {
-    cells
-        .entry(region.id)
-        .or_insert_with(|| vec![Cell::default(); region.bytes.div_ceil(2) + 1])
+    cells.entry(region.id).or_insert_with(|| vec![Cell::default(); region.bytes.div_ceil(2) + 1])
 }
 
 /// Runs a dispatch with its accesses noted.
@@ -350,7 +354,6 @@ fn copy_bytes(state: &State, copy: &Copy, position: Position) -> Result<(), Fail
     drop(order);
     let Some((other, write)) = found else { return Ok(()) };
     let at = if write > 0 { to } else { from };
-    let access =
-        Access { kind: 1, buffer: at.0.id as u32, other, write, offset: at.1 as u64 };
+    let access = Access { kind: 1, buffer: at.0.id as u32, other, write, offset: at.1 as u64 };
     Err(reported(state, access, "a copy"))
 }

@@ -4,7 +4,9 @@ use std::ffi::{CString, c_char, c_int, c_void};
 
 use objc2::rc::Retained;
 use objc2_foundation::{NSError, NSString};
-use objc2_metal::{MTLCompileOptions, MTLLanguageVersion, MTLMathFloatingPointFunctions, MTLMathMode};
+use objc2_metal::{
+    MTLCompileOptions, MTLLanguageVersion, MTLMathFloatingPointFunctions, MTLMathMode,
+};
 
 use super::runtime::{self, Base, Class, Entry, Header, define};
 

@@ -59,6 +59,8 @@ pub(crate) struct State {
     buffers: AtomicI64,
     command_buffers: AtomicI64,
     others: AtomicI64,
+    /// Launches of kernels without and with tensor operations.
+    pub launches: [AtomicU64; 2],
     /// Runs command buffers.
     pub device: Worker,
     /// Calls completion handlers.
@@ -86,6 +88,7 @@ impl State {
             buffers: AtomicI64::new(0),
             command_buffers: AtomicI64::new(0),
             others: AtomicI64::new(0),
+            launches: Default::default(),
             device: Worker::new(),
             callbacks: Worker::new(),
             order: Mutex::default(),
@@ -266,6 +269,11 @@ impl Soft {
     /// Command buffers that have ended and whose handlers have run.
     pub fn completed(&self) -> u64 {
         lock(&self.state.gate).completed
+    }
+
+    /// Kernels launched so far: of texts without and with tensor operations.
+    pub fn launches(&self) -> [u64; 2] {
+        [0, 1].map(|i| self.state.launches[i].load(Ordering::Relaxed))
     }
 
     /// Waits until every committed command buffer has ended and its handlers have run.

@@ -13,7 +13,9 @@ use objc2::{DefinedClass, Message, define_class};
 use objc2_foundation::NSError;
 use objc2_metal::{MTLCommandBuffer, MTLCommandBufferStatus, MTLDispatchType};
 
-use super::encoder::{Argument, Command, Encoded, SoftBlitEncoder, SoftComputeEncoder, new_blit, new_compute};
+use super::encoder::{
+    Argument, Command, Encoded, SoftBlitEncoder, SoftComputeEncoder, new_blit, new_compute,
+};
 use super::queue::Shared;
 use crate::soft::execute;
 use crate::soft::foundation::error;

@@ -11,8 +11,8 @@ use objc2_metal::{MTLBarrierScope, MTLResource, MTLSize};
 use super::command::{Inner, lock};
 use super::device::SoftBuffer;
 use super::library::{KernelOf, SoftPipeline};
-use super::queue::SoftFence;
 use super::make;
+use super::queue::SoftFence;
 use crate::soft::memory::Region;
 use crate::soft::rules::Rule;
 use crate::soft::state::{Alive, Kind, State};
@@ -157,7 +157,9 @@ impl Encoder {
         drop(recording);
         match bound {
             Some(Argument::Buffer(region, _)) => self.set_buffer(region, offset, index),
-            _ => self.broken(Rule::Binding, format!("an offset at index {index}, without a buffer")),
+            _ => {
+                self.broken(Rule::Binding, format!("an offset at index {index}, without a buffer"))
+            }
         }
     }
 

@@ -20,12 +20,14 @@ use crate::soft::text::{has_tensors, host_text, misplaced};
 /// A compiled text.
 pub(crate) struct Compiled {
     library: Arc<Library>,
+    tensors: bool,
     alive: Alive,
 }
 
 /// A kernel of a compiled text.
 pub(crate) struct Function {
     library: Arc<Library>,
+    tensors: bool,
     name: CString,
     signature: Signature,
     alive: Alive,
@@ -34,6 +36,8 @@ pub(crate) struct Function {
 /// A kernel ready to run; alive until the last command that knows of it is done.
 pub(crate) struct KernelOf {
     pub library: Arc<Library>,
+    /// Whether its text is one of tensor operations.
+    pub tensors: bool,
     pub name: CString,
     pub signature: Signature,
     released: AtomicBool,
@@ -71,11 +75,11 @@ define_class!(
     impl SoftLibrary {
         #[unsafe(method(newFunctionWithName:))]
         fn function(&self, name: &NSString) -> *mut SoftFunction {
-            let Compiled { library, alive } = self.ivars();
+            let Compiled { library, tensors, alive } = self.ivars();
             let Ok(name) = CString::new(name.to_string()) else { return std::ptr::null_mut() };
             let Some(signature) = library.signature(&name) else { return std::ptr::null_mut() };
             let (library, alive) = (library.clone(), Alive::new(&alive.state, Kind::Other));
-            raw(Function { library, name, signature, alive })
+            raw(Function { library, tensors: *tensors, name, signature, alive })
         }
     }
 );
@@ -130,7 +134,8 @@ pub(super) fn compile(
     }
     let version = MTLLanguageVersion(options.version);
     let tensors = has_tensors(source);
-    let least = if tensors { MTLLanguageVersion::Version4_0 } else { MTLLanguageVersion::Version3_1 };
+    let least =
+        if tensors { MTLLanguageVersion::Version4_0 } else { MTLLanguageVersion::Version3_1 };
     if version < least {
         let what = format!("version {:#x}, the text needs {:#x}", version.0, least.0);
         return Err(state.violated(Rule::LanguageVersion, what));
@@ -162,7 +167,7 @@ pub(super) fn compile(
         false => compiler.library(&text),
     };
     let library = Arc::new(library.map_err(|e| e.0)?);
-    Ok(Compiled { library, alive: Alive::new(state, Kind::Other) })
+    Ok(Compiled { library, tensors, alive: Alive::new(state, Kind::Other) })
 }
 
 /// A pipeline of a function; an error says why there is none.
@@ -170,9 +175,10 @@ pub(super) fn pipeline(state: &Arc<State>, function: &SoftFunction) -> Result<Pi
     if state.has_fault(Fault::Pipeline) {
         return Err("Compute function exceeds available registers: a fault was injected".into());
     }
-    let Function { library, name, signature, alive } = function.ivars();
+    let Function { library, tensors, name, signature, alive } = function.ivars();
     let kernel = KernelOf {
         library: library.clone(),
+        tensors: *tensors,
         name: name.clone(),
         signature: *signature,
         released: AtomicBool::new(false),

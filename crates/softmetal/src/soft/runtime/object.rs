@@ -128,10 +128,8 @@ unsafe extern "C" fn objc_release(object: *mut Header) {
     // SAFETY: every class has dealloc, of that type; nobody holds the object any more.
     unsafe {
         let code = class_of(object).code(name);
-        let dealloc = std::mem::transmute::<
-            Code,
-            unsafe extern "C" fn(*mut Header, *const c_char),
-        >(code);
+        let dealloc =
+            std::mem::transmute::<Code, unsafe extern "C" fn(*mut Header, *const c_char)>(code);
         dealloc(object, name);
     }
 }
