@@ -292,9 +292,12 @@ impl MetalDriver {
         Ok(())
     }
 
-    /// Command buffers under way.
-    fn under_way(&self) -> u64 {
-        self.committed - self.completions.ended()
+    /// Takes note of what has ended, and tells whether nothing is under way.
+    fn is_idle(&mut self) -> bool {
+        // Counted first: of what counts here the outcome is noted.
+        let ended = self.completions.ended();
+        self.harvest();
+        ended == self.committed
     }
 
     /// Takes note of command buffers that have ended.
@@ -330,21 +333,24 @@ impl MetalDriver {
             self.lose(format!("{}: {}", self.profile.name, failure.reason()));
         }
         self.failed_queue = true;
-        if self.broken.last().is_some_and(|b| number <= b.last) {
-            return;
+        let (last, reason) = (self.submissions, failure.reason());
+        match self.broken.last_mut().filter(|b| number <= b.last) {
+            // Failed with one that failed before it, or behind it.
+            Some(b) if number >= b.first => {}
+            Some(b) => (b.first, b.kernel, b.reason) = (number, kernel, reason),
+            None => self.broken.push(Broken { first: number, last, kernel, reason }),
         }
-        let (first, last, reason) = (number, self.submissions, failure.reason());
-        self.broken.push(Broken { first, last, kernel, reason });
     }
 
     /// Waits until nothing is under way.
     fn quiesce(&mut self) -> Result<(), DriverError> {
         loop {
             let seen = self.completions.ended();
-            self.harvest();
-            if seen == self.committed {
+            let idle = self.is_idle();
+            self.alive()?;
+            if idle {
                 self.settle_writes();
-                return self.alive();
+                return Ok(());
             }
             self.be_patient(seen)?;
         }
@@ -362,13 +368,13 @@ impl MetalDriver {
 
     /// Makes the writes that a failed submission or no submission has made; nothing is under way.
     fn settle_writes(&mut self) {
-        let failed = |f: &Flight| self.broken.last().is_some_and(|b| f.number >= b.first);
-        for flight in self.flights.iter().filter(|f| failed(f)) {
-            self.lost_writes.extend(&flight.writes);
+        let mut writes = std::mem::take(&mut self.lost_writes);
+        for flight in self.flights.iter().filter(|f| self.has_failed(f.number).is_some()) {
+            writes.extend(&flight.writes);
         }
         self.flights.iter_mut().for_each(|f| f.writes.clear());
-        let writes = self.lost_writes.drain(..).chain(self.staging.pending.drain(..));
-        for write in writes.collect::<Vec<_>>() {
+        writes.append(&mut self.staging.pending);
+        for write in writes {
             let Some(to) = self.buffers.get(&write.to) else { continue };
             let mut bytes = vec![0; write.bytes as usize];
             // SAFETY: nothing is under way.
@@ -385,7 +391,7 @@ impl MetalDriver {
         if !self.failed_queue {
             return Ok(());
         }
-        if self.under_way() > 0 {
+        if !self.is_idle() {
             let (kernel, reason) = self
                 .broken
                 .last()
@@ -473,11 +479,14 @@ impl MetalDriver {
         }
     }
 
+    /// With what a submission failed, if it did.
+    fn has_failed(&self, number: u64) -> Option<&Broken> {
+        self.broken.iter().find(|b| (b.first..=b.last).contains(&number))
+    }
+
     /// What became of a submission that is over.
     fn verdict(&self, number: u64) -> Result<(), DriverError> {
-        let Some(b) = self.broken.iter().find(|b| (b.first..=b.last).contains(&number)) else {
-            return Ok(());
-        };
+        let Some(b) = self.has_failed(number) else { return Ok(()) };
         let reason = match number == b.first {
             true => b.reason.clone(),
             false => format!("a list before this one failed: {}", b.reason),
@@ -489,7 +498,7 @@ impl MetalDriver {
     /// either fails.
     fn settle_tensors(&mut self, key: u64, text: &Arc<Text>) {
         if text.platform != Platform::MetalTensor || !self.may_use_tensors {
-            self.notes.push("matrix tiles by simdgroup matrices: this device and system have no tensor operations, or they are off".into());
+            self.note("matrix tiles by simdgroup matrices: this device and system have no tensor operations, or they are off".into());
             return;
         }
         let tested = match self.compiled.add_tensors(key, text) {
@@ -497,7 +506,7 @@ impl MetalDriver {
             Err(e) => Err(e.to_string()),
         };
         match tested {
-            Ok(worst) => self.notes.push(format!(
+            Ok(worst) => self.note(format!(
                 "matrix tiles by tensor operations: a product of {:?} differs by {worst:.1e} of its size from simdgroup matrices",
                 self.options.tensor_test
             )),
@@ -507,8 +516,14 @@ impl MetalDriver {
                 let note =
                     format!("{}: computing without tensor operations: {why}", self.profile.name);
                 (self.options.notify)(&note);
-                self.notes.push(note);
+                self.note(note);
             }
+        }
+    }
+
+    fn note(&mut self, line: String) {
+        if !self.notes.contains(&line) {
+            self.notes.push(line);
         }
     }
 
@@ -532,6 +547,11 @@ impl MetalDriver {
         self.compiled.uses_tensors(key_of(text))
     }
 }
+
+// Metal finds the system's device only in programs that are linked with it.
+#[cfg(target_os = "macos")]
+#[link(name = "CoreGraphics", kind = "framework")]
+unsafe extern "C" {}
 
 #[cfg(target_os = "macos")]
 fn system_device() -> Result<Device, String> {
@@ -590,11 +610,12 @@ impl Driver for MetalDriver {
         let shared =
             self.memory(buffer, offset, bytes.len() as u64)?.placement == Placement::Shared;
         if !shared {
-            self.harvest();
-            match self.under_way() {
-                0 => self.settle_writes(),
-                _ if self.staging.take(buffer, offset, bytes) => return Ok(()),
-                _ => self.quiesce()?,
+            if self.is_idle() {
+                self.settle_writes();
+            } else if self.staging.take(buffer, offset, bytes) {
+                return Ok(());
+            } else {
+                self.quiesce()?;
             }
         }
         // SAFETY: nothing is under way, or the memory is shared and the caller keeps it apart from lists in flight.
@@ -661,7 +682,7 @@ impl Driver for MetalDriver {
         let mut timing = Timing::default();
         while self.flights.front().is_some_and(|f| f.number <= number) {
             let Some(flight) = self.flights.pop_front() else { break };
-            if self.broken.last().is_some_and(|b| flight.number >= b.first) {
+            if self.has_failed(flight.number).is_some() {
                 self.lost_writes.extend(&flight.writes);
             }
             let outcomes = || flight.segments.iter().filter_map(|s| s.outcome.as_ref());
@@ -688,12 +709,14 @@ impl Driver for MetalDriver {
 
 impl Drop for MetalDriver {
     fn drop(&mut self) {
+        // One that is lost already was waited for.
+        let patience = if self.lost.is_some() { Duration::ZERO } else { self.options.patience };
         let over = loop {
             let seen = self.completions.ended();
             if seen == self.committed {
                 break true;
             }
-            if !self.completions.wait_beyond(seen, self.options.patience) {
+            if !self.completions.wait_beyond(seen, patience) {
                 break false;
             }
         };
