@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use lily_conformance::metal::{open, open_with, options, profile, softgpu};
-use lily_device::{Device, PrepareError, StepError};
+use lily_device::{Device, Input, Output, PrepareError, Step, StepError};
 use lily_gpu::GpuDevice;
 use lily_ops::sample::SampleParams;
 use lily_softmetal::{Caps, Fault};
@@ -120,6 +120,25 @@ fn what_does_not_compile_or_fit() {
         }
         nothing_is_left(&soft);
     }
+}
+
+/// A program that goes while steps are under way waits for them: commands do not keep alive what they use.
+#[test]
+fn a_program_dropped_with_steps_under_way() {
+    let (_dir, model) = micro();
+    let (soft, open) = open(Caps::without_tensors());
+    let mut program = prepare(open, model, limits(256, 64));
+    tokens(&mut *program).expect("it runs");
+    soft.delay(Duration::from_millis(200));
+    let under_way: Vec<_> = (0..2)
+        .map(|_| {
+            let sample = Output::Sample(SampleParams::GREEDY);
+            program.submit(Step::one(SLOT, Input::LastSampled, sample)).expect("submitted")
+        })
+        .collect();
+    assert_eq!(under_way.len(), 2);
+    drop(program);
+    nothing_is_left(&soft);
 }
 
 /// A virtual machine's device: no residency sets, no tensor operations, the same tokens.

@@ -133,6 +133,8 @@ pub struct MetalDriver {
     lost_writes: Vec<Pending>,
     notes: Vec<String>,
     lost: Option<String>,
+    /// Whether it is lost because it does not answer.
+    silent: bool,
 }
 
 // SAFETY: Metal's devices, queues, buffers and pipelines may be used from any thread; encoders, which may not, live within one
@@ -227,6 +229,7 @@ impl MetalDriver {
             lost_writes: Vec::new(),
             notes: Vec::new(),
             lost: None,
+            silent: false,
         };
         if let Some(residency) = &mut driver.residency {
             residency.add(&driver.staging.memory);
@@ -360,6 +363,7 @@ impl MetalDriver {
         match self.completions.wait_beyond(seen, self.options.patience) {
             true => Ok(()),
             false => {
+                self.silent = true;
                 let seconds = self.options.patience.as_secs_f64();
                 Err(self.lose(format!("{} has not answered for {seconds} s", self.profile.name)))
             }
@@ -709,8 +713,8 @@ impl Driver for MetalDriver {
 
 impl Drop for MetalDriver {
     fn drop(&mut self) {
-        // One that is lost already was waited for.
-        let patience = if self.lost.is_some() { Duration::ZERO } else { self.options.patience };
+        // One that does not answer was waited for; one that is gone still ends its command buffers.
+        let patience = if self.silent { Duration::ZERO } else { self.options.patience };
         let over = loop {
             let seen = self.completions.ended();
             if seen == self.committed {

@@ -137,8 +137,7 @@ impl Bench {
     }
 
     fn bind(&self, encoder: &Encoder) {
-        // SAFETY: valid indices and offsets.
-        unsafe { encoder.setBuffer_offset_atIndex(Some(&self.buffer), 0, 0) };
+        bind(encoder, Some(&self.buffer), 0, 0);
         bytes(encoder, &[1u32, 64], 1);
     }
 
@@ -168,6 +167,24 @@ fn bytes(encoder: &Encoder, words: &[u32], index: usize) {
         encoder.setBytes_length_atIndex(at, size_of_val(words), index);
     }
 }
+
+// Mistakes among these are made on purpose: the software device finds them before anything is touched.
+fn bind(encoder: &Encoder, buffer: Option<&Buffer>, offset: usize, index: usize) {
+    // SAFETY: see above.
+    unsafe { encoder.setBuffer_offset_atIndex(buffer.map(|b| &**b), offset, index) };
+}
+
+fn move_to(encoder: &Encoder, offset: usize, index: usize) {
+    // SAFETY: see above.
+    unsafe { encoder.setBufferOffset_atIndex(offset, index) };
+}
+
+fn memory(encoder: &Encoder, bytes: usize) {
+    // SAFETY: see above.
+    unsafe { encoder.setThreadgroupMemoryLength_atIndex(bytes, 0) };
+}
+
+type Mistake<'a, T> = &'a dyn Fn(&T);
 
 fn size(width: usize) -> MTLSize {
     MTLSize { width, height: 1, depth: 1 }
@@ -219,16 +236,15 @@ fn commands_run_and_nothing_stays() {
 #[test]
 fn encoder_arguments() {
     let b = Bench::new(Caps::default());
-    let limits: [(Rule, &dyn Fn(&Encoder)); 12] = [
-        // SAFETY of all: mistakes on purpose, which the software device finds before anything is touched.
-        (Rule::BufferIndex, &|e| unsafe { e.setBuffer_offset_atIndex(Some(&b.buffer), 0, 31) }),
-        (Rule::BufferOffset, &|e| unsafe { e.setBuffer_offset_atIndex(Some(&b.buffer), 256, 0) }),
-        (Rule::BufferOffset, &|e| unsafe { e.setBuffer_offset_atIndex(Some(&b.buffer), 8, 0) }),
-        (Rule::BufferOffset, &|e| unsafe { e.setBufferOffset_atIndex(512, 0) }),
-        (Rule::Binding, &|e| unsafe { e.setBufferOffset_atIndex(0, 7) }),
+    let limits: [(Rule, Mistake<Encoder>); 12] = [
+        (Rule::BufferIndex, &|e| bind(e, Some(&b.buffer), 0, 31)),
+        (Rule::BufferOffset, &|e| bind(e, Some(&b.buffer), 256, 0)),
+        (Rule::BufferOffset, &|e| bind(e, Some(&b.buffer), 8, 0)),
+        (Rule::BufferOffset, &|e| move_to(e, 512, 0)),
+        (Rule::Binding, &|e| move_to(e, 0, 7)),
         (Rule::BytesLength, &|e| bytes(e, &[0; 1025], 1)),
-        (Rule::ThreadgroupMemory, &|e| unsafe { e.setThreadgroupMemoryLength_atIndex(24, 0) }),
-        (Rule::ThreadgroupMemory, &|e| unsafe { e.setThreadgroupMemoryLength_atIndex(32784, 0) }),
+        (Rule::ThreadgroupMemory, &|e| memory(e, 24)),
+        (Rule::ThreadgroupMemory, &|e| memory(e, 32784)),
         (Rule::ThreadgroupSize, &|e| {
             e.dispatchThreadgroups_threadsPerThreadgroup(size(1), size(96));
         }),
@@ -238,8 +254,7 @@ fn encoder_arguments() {
             launch(e);
         }),
         (Rule::Binding, &|e| {
-            // SAFETY: unbinds.
-            unsafe { e.setBuffer_offset_atIndex(None, 0, 0) };
+            bind(e, None, 0, 0);
             launch(e);
         }),
     ];
@@ -263,8 +278,7 @@ fn encoders_and_commits_in_order() {
     let b = Bench::new(Caps::default());
     let fence = b.device.newFence().expect("a fence");
     let pipeline = b.pipeline("add");
-    type Mistake<'a> = &'a dyn Fn(&CommandBuffer);
-    let mistakes: [(Rule, Mistake); 4] = [
+    let mistakes: [(Rule, Mistake<CommandBuffer>); 4] = [
         (Rule::EncoderOrder, &|buffer| {
             let encoder = concurrent(buffer);
             encoder.endEncoding();
@@ -343,8 +357,7 @@ fn buffers_and_residency() {
     let stranger = b.device.newBufferWithLength_options(256, OPTIONS).expect("a buffer");
     let use_it = || {
         b.encode(|e| {
-            // SAFETY: valid index and offset.
-            unsafe { e.setBuffer_offset_atIndex(Some(&stranger), 0, 0) };
+            bind(e, Some(&stranger), 0, 0);
             launch(e);
         })
     };
@@ -517,8 +530,7 @@ fn accesses_beside_the_bindings() {
         b.encode(|e| {
             e.waitForFence(&fence);
             e.setComputePipelineState(&pipeline);
-            // SAFETY: valid indices and offsets.
-            unsafe { e.setBuffer_offset_atIndex(Some(&other), offset, 1) };
+            bind(e, Some(&other), offset, 1);
             bytes(e, &[after, before], 2);
             launch(e);
             e.updateFence(&fence);
