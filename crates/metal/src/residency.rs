@@ -88,6 +88,9 @@ mod tests {
             (8, 5, None, 5 * 1024, true, None),
             (16, 11, None, 11 * 1024, true, Some(11 * 1024 + 256)),
             (16, 11, None, 12 * 1024, true, None),
+            // Large ones an eighth.
+            (64, 48, None, 56 * 1024 - 256, true, Some(56 * 1024)),
+            (64, 48, None, 56 * 1024 - 255, true, None),
         ];
         for (memory, working_set, limit, need, refused, proposed) in table {
             let room = room(memory * GIB, working_set * GIB, limit.map(|n: u64| n * GIB));
