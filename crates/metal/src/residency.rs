@@ -81,6 +81,7 @@ mod tests {
             (32, 22, None, 28 * 1024, true, None),
             (32, 22, Some(28), 27 * 1024, false, None),
             // 0 is the system's word for its default.
+            (32, 22, Some(0), 21 * 1024, false, None),
             (32, 22, Some(0), 23 * 1024, true, Some(23 * 1024 + 256)),
             // A limit set lower counts.
             (32, 22, Some(8), 9 * 1024, true, Some(9 * 1024 + 256)),
