@@ -7,69 +7,15 @@ use lily_gpu::{
     Buffer, CommandList, Dispatch, Driver, DriverError, Pipeline, Placement, Platform, Profile,
     Submission, Text, Timing,
 };
-use objc2::rc::Retained;
-use objc2::runtime::ProtocolObject;
-use objc2_metal::{MTLDevice, MTLGPUFamily};
 
 use crate::buffers::{Memory, Pending, Residency, Staging};
 use crate::commands::{MOST_ARGUMENTS, MOST_BINDINGS, Part, Queue};
 use crate::completion::{Completions, Failure, Outcome, Verdict};
+use crate::device::{Device, Options, TensorUse, facts};
 use crate::estimate::{Cost, Estimator, split};
-use crate::family::{Facts, Family, Offers, macs_per_second, may_use_tensors, profile};
+use crate::family::{Offers, macs_per_second, may_use_tensors, profile};
 use crate::pipelines::{Compiled, key_of};
 use crate::residency::Room;
-use crate::system::System;
-
-/// A Metal device.
-pub type Device = Retained<ProtocolObject<dyn MTLDevice>>;
-
-/// Whether to use tensor operations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TensorUse {
-    /// Where device and system have them and they pass a test.
-    Auto,
-    /// Never.
-    Off,
-}
-
-/// How the driver works.
-#[derive(Clone)]
-pub struct Options {
-    /// The system.
-    pub system: System,
-    /// Tensor operations.
-    pub tensors: TensorUse,
-    /// Rows, columns and inner size of the product that tensor operations are tested with. Small ones have been seen to
-    /// come out right where large ones do not.
-    pub tensor_test: [u32; 3],
-    /// Seconds that a command buffer should take at most.
-    pub part_seconds: f64,
-    /// The device is taken for lost if no command buffer ends for this long.
-    pub patience: Duration,
-    /// Told, in one line, what the user should know.
-    pub notify: Arc<dyn Fn(&str) + Send + Sync>,
-}
-
-impl Options {
-    /// The default on a system.
-    pub fn on(system: System) -> Self {
-        Self {
-            system,
-            tensors: TensorUse::Auto,
-            tensor_test: [1040, 512, 2048],
-            part_seconds: 0.1,
-            patience: Duration::from_secs(60),
-            notify: Arc::new(|line| eprintln!("{line}")),
-        }
-    }
-}
-
-#[cfg(target_os = "macos")]
-impl Default for Options {
-    fn default() -> Self {
-        Self::on(System::read())
-    }
-}
 
 /// Pipelines of a part, and the seconds that each is expected to take.
 type Shares = Vec<(u32, f64)>;
@@ -141,38 +87,12 @@ pub struct MetalDriver {
 // call. Residency sets are used by one thread at a time: through `&mut self`.
 unsafe impl Send for MetalDriver {}
 
-fn facts(device: &ProtocolObject<dyn MTLDevice>) -> Result<Facts, String> {
-    let name = device.name().to_string();
-    let families = [
-        (MTLGPUFamily::Apple10, Family::Apple10),
-        (MTLGPUFamily::Apple9, Family::Apple9),
-        (MTLGPUFamily::Apple8, Family::Apple8),
-        (MTLGPUFamily::Apple7, Family::Apple7),
-    ];
-    let family = families.iter().find(|(f, _)| device.supportsFamily(*f)).map(|(_, f)| *f);
-    let mut facts = Facts {
-        name,
-        family: Family::Apple7,
-        threadgroup_memory: device.maxThreadgroupMemoryLength() as u64,
-        max_buffer: device.maxBufferLength() as u64,
-        working_set: device.recommendedMaxWorkingSetSize(),
-        unified: device.hasUnifiedMemory(),
-    };
-    match family {
-        Some(family) => facts.family = family,
-        // A virtual machine's device names an older family than the one that it runs on.
-        None if facts.is_paravirtual() => {}
-        None => return Err(format!("{} is no GPU of Apple's M series", facts.name)),
-    }
-    Ok(facts)
-}
-
 impl MetalDriver {
     /// The system's device in a line, or why it is of no use.
     #[cfg(target_os = "macos")]
-    pub fn describe(system: &System) -> Result<String, String> {
+    pub fn describe(system: &crate::system::System) -> Result<String, String> {
         let offers = Offers::of(system.os)?;
-        let facts = facts(&*system_device()?)?;
+        let facts = facts(&*crate::device::system_device()?)?;
         let room = Room::of(&facts, system);
         let tensors = may_use_tensors(&facts, &offers);
         let p = profile(&facts, system, &room, tensors);
@@ -190,7 +110,7 @@ impl MetalDriver {
     /// Opens the system's device.
     #[cfg(target_os = "macos")]
     pub fn open(options: Options) -> Result<Self, DriverError> {
-        Self::open_on(system_device().map_err(DriverError::Lost)?, options)
+        Self::open_on(crate::device::system_device().map_err(DriverError::Lost)?, options)
     }
 
     /// Opens a device.
@@ -550,17 +470,6 @@ impl MetalDriver {
     pub fn uses_tensors(&self, text: &Text) -> Option<bool> {
         self.compiled.uses_tensors(key_of(text))
     }
-}
-
-// Metal finds the system's device only in programs that are linked with it.
-#[cfg(target_os = "macos")]
-#[link(name = "CoreGraphics", kind = "framework")]
-unsafe extern "C" {}
-
-#[cfg(target_os = "macos")]
-fn system_device() -> Result<Device, String> {
-    objc2_metal::MTLCreateSystemDefaultDevice()
-        .ok_or_else(|| "the system has no Metal device".into())
 }
 
 impl Driver for MetalDriver {

@@ -17,6 +17,8 @@ mod buffers;
 #[cfg(any(target_os = "macos", metal_soft))]
 mod commands;
 #[cfg(any(target_os = "macos", metal_soft))]
+mod device;
+#[cfg(any(target_os = "macos", metal_soft))]
 mod driver;
 #[cfg(any(target_os = "macos", metal_soft))]
 mod pipelines;
@@ -24,7 +26,9 @@ mod pipelines;
 mod tensors;
 
 #[cfg(any(target_os = "macos", metal_soft))]
-pub use driver::{Device, MetalDriver, Options, TensorUse};
+pub use device::{Device, Options, TensorUse};
+#[cfg(any(target_os = "macos", metal_soft))]
+pub use driver::MetalDriver;
 
 /// Whether this build has the driver.
 pub const fn is_supported() -> bool {

@@ -81,6 +81,7 @@ mod tests {
             (32, 22, None, 28 * 1024, true, None),
             (32, 22, Some(28), 27 * 1024, false, None),
             // 0 is the system's word for its default.
+            (32, 22, Some(0), 21 * 1024, false, None),
             (32, 22, Some(0), 23 * 1024, true, Some(23 * 1024 + 256)),
             // A limit set lower counts.
             (32, 22, Some(8), 9 * 1024, true, Some(9 * 1024 + 256)),
@@ -88,6 +89,9 @@ mod tests {
             (8, 5, None, 5 * 1024, true, None),
             (16, 11, None, 11 * 1024, true, Some(11 * 1024 + 256)),
             (16, 11, None, 12 * 1024, true, None),
+            // Large ones an eighth.
+            (64, 48, None, 56 * 1024 - 256, true, Some(56 * 1024)),
+            (64, 48, None, 56 * 1024 - 255, true, None),
         ];
         for (memory, working_set, limit, need, refused, proposed) in table {
             let room = room(memory * GIB, working_set * GIB, limit.map(|n: u64| n * GIB));

@@ -20,7 +20,6 @@ const LAYER_BYTES: u64 = 470_000_000;
 const ENDS_BYTES: u64 = 570_000_000;
 
 /// What is measured, and on what.
-#[derive(Clone)]
 pub struct Measure {
     device: DeviceName,
     folder: PathBuf,
@@ -35,6 +34,11 @@ fn layers(memory: u64) -> u16 {
 impl Measure {
     pub fn new(device: DeviceName, folder: &Path) -> Self {
         Self { device, folder: folder.to_owned() }
+    }
+
+    /// Where the checkpoint is.
+    pub fn folder(&self) -> &Path {
+        &self.folder
     }
 
     /// The checkpoint in the folder, or a new one of as many layers as fit.

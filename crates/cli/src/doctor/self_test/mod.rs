@@ -3,6 +3,7 @@
 mod demo;
 mod measure;
 mod operations;
+mod sweep;
 
 use std::fs;
 use std::path::Path;
@@ -66,29 +67,19 @@ pub fn run(args: &DoctorArgs, machine: Value) -> anyhow::Result<()> {
     let compute = ComputeArgs::on(args.device);
     // What cannot be opened cannot be tested.
     let name = compute.device()?.name();
+    let measure = args.measure.as_ref().map(|f| measure::Measure::new(args.device, f));
     let mut steps: Vec<Step> = vec![
         ("kernels", Box::new(|| operations::kernels(args.device))),
         ("operations", Box::new(|| operations::cases(args.device))),
         ("demo model", Box::new(|| demo::perplexity(&compute))),
         ("overlapping steps", Box::new(|| demo::overlap(&compute))),
     ];
-    if let Some(folder) = &args.measure {
-        let measure = measure::Measure::new(args.device, folder);
-        steps.push((
-            "checkpoint",
-            Box::new({
-                let measure = measure.clone();
-                move || measure.checkpoint()
-            }),
-        ));
-        steps.push((
-            "optimisations",
-            Box::new({
-                let measure = measure.clone();
-                move || measure.ablation()
-            }),
-        ));
-        steps.push(("frontiers", Box::new(move || measure.frontiers())));
+    if let Some(measure) = &measure {
+        let compute = &compute;
+        steps.push(("checkpoint", Box::new(|| measure.checkpoint())));
+        steps.push(("rows", Box::new(|| sweep::rows(compute, measure.folder()))));
+        steps.push(("optimisations", Box::new(|| measure.ablation())));
+        steps.push(("frontiers", Box::new(|| measure.frontiers())));
     }
     let mut out = Stdout::new();
     out.line(&format!("{name}: self-test"))?;
