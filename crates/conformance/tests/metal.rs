@@ -13,10 +13,30 @@ use lily_conformance::{Fixture, max_abs};
 use lily_device::{Input, Output, SegmentOut, Step};
 use lily_engine::{Cancel, Engine, EngineOptions, GenerateParams, Machine};
 use lily_gpu::GpuDevice;
+use lily_gpu::conformance::check;
 use lily_gpu::device::Open;
+use lily_ops::Op;
 use lily_ops::sample::SampleParams;
 use lily_softmetal::{Caps, Fault, Soft};
 use metal_common::*;
+
+/// Every case of every operation, against the scalar reference.
+#[test]
+fn every_operation_agrees_with_the_reference() {
+    let (soft, open) = open(Caps::without_tensors());
+    let mut driver = open().expect("the device opens");
+    let only = std::env::var("CASES").unwrap_or_default();
+    let mut failures = Vec::new();
+    let mut count = 0;
+    for case in Op::all_cases().iter().filter(|c| c.name.contains(&only)) {
+        count += 1;
+        failures.extend(check(&mut *driver, &Tuning::default(), case).err());
+    }
+    println!("{count} cases");
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+    drop(driver);
+    nothing_is_left(&soft);
+}
 
 /// Greedy and drawn tokens, an odd prefill, and 128 decode steps with two under way: the ids of the same kernels without
 /// Metal.
