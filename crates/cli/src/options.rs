@@ -6,7 +6,8 @@ use clap::Args;
 use lily_cpu::{CpuDevice, CpuOptions, Isa};
 use lily_cuda::CudaDriver;
 use lily_device::Device;
-use lily_gpu::{Driver, GpuDevice, Tuning};
+use lily_gpu::device::Open;
+use lily_gpu::{DriverError, GpuDevice, Tuning};
 use lily_model::Precision;
 
 use crate::failure::Failure;
@@ -21,8 +22,8 @@ const GPU_CHUNK: usize = 4096;
 /// How the model is computed.
 #[derive(Args, Clone, Debug)]
 pub struct ComputeArgs {
-    /// Where to compute: cpu, or cuda for the first NVIDIA GPU, cuda:N for another. `lily doctor` says what is
-    /// usable here.
+    /// Where to compute: cpu, metal for an Apple GPU, cuda for the first NVIDIA GPU, cuda:N for another. `lily
+    /// doctor` says what is usable here.
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device, help_heading = "Computing")]
     pub device: DeviceName,
 
@@ -54,6 +55,11 @@ impl ComputeArgs {
         })
     }
 
+    /// The defaults on a device.
+    pub fn on(device: DeviceName) -> Self {
+        Self { device, threads: None, isa: None, precise: false, chunk: None }
+    }
+
     pub fn precision(&self) -> Precision {
         match self.precise {
             true => Precision::Precise,
@@ -68,12 +74,12 @@ impl ComputeArgs {
 
     /// Opens the device with some of its optimisations left out, where it has switches for them.
     pub fn device_with(&self, tuning: Tuning) -> Result<Box<dyn Device>, Failure> {
-        match self.device {
-            DeviceName::Cpu => {
+        match self.device.opener() {
+            Some(open) => gpu(tuning, open),
+            None => {
                 let options = CpuOptions { threads: self.threads, isa: self.isa };
                 Ok(Box::new(CpuDevice::new(options)))
             }
-            DeviceName::Cuda(ordinal) => cuda(ordinal, tuning),
         }
     }
 
@@ -90,34 +96,62 @@ pub enum DeviceName {
     Cpu,
     /// An NVIDIA GPU, by number.
     Cuda(i32),
+    /// The Apple GPU.
+    Metal,
 }
 
-fn device(name: &str) -> Result<DeviceName, String> {
+impl DeviceName {
+    /// What opens a GPU's driver; `None` for the CPU.
+    pub fn opener(self) -> Option<Open> {
+        match self {
+            Self::Cpu => None,
+            Self::Cuda(ordinal) => {
+                let options = lily_cuda::Options { ordinal, ..lily_cuda::Options::default() };
+                Some(Box::new(move || Ok(Box::new(CudaDriver::open(options.clone())?))))
+            }
+            Self::Metal => Some(Box::new(lily_metal::open)),
+        }
+    }
+}
+
+impl std::fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Self::Metal => f.write_str("metal"),
+        }
+    }
+}
+
+/// A device by its name.
+pub fn device(name: &str) -> Result<DeviceName, String> {
     let number = |text: &str| text.parse().ok().filter(|n| *n >= 0).map(DeviceName::Cuda);
     match name {
         "cpu" => Some(DeviceName::Cpu),
         "cuda" => Some(DeviceName::Cuda(0)),
+        "metal" => Some(DeviceName::Metal),
         _ => name.strip_prefix("cuda:").and_then(number),
     }
-    .ok_or_else(|| "there are cpu, cuda and cuda:N".into())
+    .ok_or_else(|| "there are cpu, metal, cuda and cuda:N".into())
 }
 
-fn cuda(ordinal: i32, tuning: Tuning) -> Result<Box<dyn Device>, Failure> {
-    let options = lily_cuda::Options { ordinal, ..lily_cuda::Options::default() };
-    let first = CudaDriver::open(options.clone()).map_err(|e| {
-        Failure::new(e.to_string(), "see `lily doctor`, or compute with --device cpu")
-    })?;
+/// A GPU whose drivers `open` opens.
+fn gpu(tuning: Tuning, open: Open) -> Result<Box<dyn Device>, Failure> {
+    let first = open().map_err(unopened)?;
     let profile = first.profile().clone();
     // The probe becomes the first program's driver: a context takes seconds to make.
     let kept = std::sync::Mutex::new(Some(first));
-    let open = move || -> Result<Box<dyn Driver>, lily_gpu::DriverError> {
+    let open = move || {
         let kept = kept.lock().ok().and_then(|mut kept| kept.take());
-        match kept {
-            Some(driver) => Ok(Box::new(driver)),
-            None => Ok(Box::new(CudaDriver::open(options.clone())?)),
-        }
+        kept.map_or_else(&open, Ok)
     };
     Ok(Box::new(GpuDevice::new(profile, tuning, Box::new(open))))
+}
+
+/// A device that does not open.
+pub fn unopened(e: DriverError) -> Failure {
+    Failure::new(e.to_string(), "see `lily doctor`, or compute with --device cpu")
 }
 
 /// Which model.

@@ -2,6 +2,9 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+#[cfg(all(metal_soft, not(target_os = "macos")))]
+pub mod metal;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

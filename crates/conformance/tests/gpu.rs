@@ -1,5 +1,5 @@
-//! Whole models on the shared GPU kernels: thread by thread on the host, or with LILY_GPU=cuda on the NVIDIA GPU of
-//! this machine.
+//! Whole models on the shared GPU kernels: thread by thread on the host, or with LILY_GPU=cuda or LILY_GPU=metal on the GPU
+//! of this machine (in software where the build has `--cfg metal_soft`).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,7 +8,8 @@ use lily_conformance::{Fixture, argmax_equal, max_abs, read_json};
 use lily_device::{
     Device, Input, Limits, Output, Program, Score, SegmentOut, SlotId, Step, StepError, Ticket,
 };
-use lily_gpu::{Driver, GpuDevice, Tuning};
+use lily_gpu::device::Open;
+use lily_gpu::{GpuDevice, Tuning};
 use lily_model::{Model, Precision};
 use lily_ops::sample::SampleParams;
 use lily_softgpu::{Options, SoftDriver};
@@ -17,18 +18,20 @@ use serde_json::Value;
 const SLOT: SlotId = SlotId(0);
 
 fn device(tuning: Tuning) -> GpuDevice {
-    if std::env::var_os("LILY_GPU").is_some_and(|name| name == "cuda") {
-        let open = || lily_cuda::CudaDriver::open(lily_cuda::Options::default());
-        let profile = open().expect("an NVIDIA GPU").profile().clone();
-        return GpuDevice::new(profile, tuning, Box::new(move || Ok(Box::new(open()?))));
-    }
-    let options = Options::default();
-    let profile = options.profile.clone();
-    GpuDevice::new(
-        profile,
-        tuning,
-        Box::new(move || Ok(Box::new(SoftDriver::new(options.clone())))),
-    )
+    let open: Open = match std::env::var("LILY_GPU").as_deref() {
+        Ok("cuda") => Box::new(|| {
+            let options = lily_cuda::Options::default();
+            Ok(Box::new(lily_cuda::CudaDriver::open(options)?))
+        }),
+        #[cfg(not(all(metal_soft, not(target_os = "macos"))))]
+        Ok("metal") => Box::new(lily_metal::open),
+        #[cfg(all(metal_soft, not(target_os = "macos")))]
+        Ok("metal") => lily_conformance::metal::open(lily_softmetal::Caps::without_tensors()).1,
+        Ok(name) => panic!("LILY_GPU={name}; there are cuda and metal"),
+        Err(_) => Box::new(|| Ok(Box::new(SoftDriver::new(Options::default())))),
+    };
+    let profile = open().expect("the device opens").profile().clone();
+    GpuDevice::new(profile, tuning, open)
 }
 
 fn prepare(model: Model, tuning: Tuning, limits: Limits) -> Box<dyn Program> {

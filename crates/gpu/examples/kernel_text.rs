@@ -30,7 +30,6 @@ fn main() -> std::io::Result<()> {
     for (name, text) in files() {
         write(name, text)?;
     }
-    let names: Vec<&str> = FILES.iter().map(|(name, _)| *name).collect();
     write("early", &(EARLY.join("\n") + "\n"))?;
     let names: Vec<&str> = files().map(|(name, _)| *name).collect();
     write("files", &(names.join("\n") + "\n"))?;

@@ -117,4 +117,15 @@ pub trait Driver: Send {
     fn available(&self) -> Result<u64, DriverError> {
         Ok(self.profile().memory.saturating_sub(self.allocated()))
     }
+
+    /// What was settled for the texts compiled so far, in lines for people: which of several ways, and why.
+    fn notes(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// What would make room for `bytes` bytes in sum where there is too little, if the system has a way.
+    fn more_room(&self, bytes: u64) -> Option<String> {
+        let _ = bytes;
+        None
+    }
 }

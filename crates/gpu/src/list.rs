@@ -90,6 +90,8 @@ pub struct Dispatch {
     pub args: Vec<u8>,
     /// Distinct bytes that the dispatch reads and writes, as its encoder counts them.
     pub traffic: u64,
+    /// Multiply-adds, where they and not the bytes may decide how long it takes; else 0.
+    pub work: u64,
 }
 
 impl Dispatch {
@@ -178,6 +180,13 @@ pub struct Recorder {
 }
 
 impl Recorder {
+    /// The dispatch recorded last takes this many multiply-adds: see [`Dispatch::work`].
+    pub fn worth(&mut self, multiply_adds: u64) {
+        if let Some(dispatch) = self.dispatches.last_mut() {
+            dispatch.work = multiply_adds;
+        }
+    }
+
     /// The host steps in before what is recorded next.
     pub fn by_host(&mut self, route: HostRoute) {
         self.breaks.push((self.dispatches.len(), route));
@@ -209,6 +218,7 @@ impl Recorder {
             bindings,
             args,
             traffic,
+            work: 0,
         });
     }
 

@@ -135,6 +135,51 @@ pub const FILES: &[(&str, &str)] = &[
 /// Kernels that only measurements use.
 pub const MEASURING: (&str, &str) = kernel_file!("read.metal");
 
+/// In front of a text that may use tensor operations.
+const TENSOR_DEFINE: &str = "#define K_TENSOR 1\n";
+
+/// Whether a kernel's inner loop is a matrix tile: what tensor operations change.
+pub fn is_tile_kernel(kernel: &str) -> bool {
+    ["gemm_", "experts_in_", "experts_out_"].iter().any(|family| kernel.starts_with(family))
+}
+
+/// Kernel files that are empty without `mma.sync`.
+const MMA_FILES: [&str; 2] = ["gemv_mma.metal", "attention_units.metal"];
+
+/// The kernels of a platform's texts, in order.
+pub fn kernels(platform: Platform) -> Vec<String> {
+    let metal = matches!(platform, Platform::Metal | Platform::MetalTensor);
+    // Macros that make a kernel: their names, and what stands in front of the kernel's name.
+    let mut macros = vec![("KERNEL", "")];
+    let mut names = Vec::new();
+    for (_, text) in FILES.iter().filter(|(name, _)| !metal || !MMA_FILES.contains(name)) {
+        // The macro that the lines belong to, and its first parameter.
+        let mut defined: Option<(&str, &str)> = None;
+        for line in text.lines() {
+            let define = line.strip_prefix("#define ").and_then(|l| l.split_once('('));
+            if let Some((name, rest)) = define {
+                defined = rest.split([',', ')']).next().map(|parameter| (name, parameter.trim()));
+            }
+            if let Some((name, parameter)) = defined {
+                let made = line.split_once("KERNEL(").and_then(|(_, l)| l.split(',').next());
+                let before = made.and_then(|kernel| kernel.strip_suffix(parameter));
+                macros.extend(before.map(|b| (name, b.trim_end_matches("##"))));
+                defined = defined.filter(|_| line.trim_end().ends_with('\\'));
+            } else if let Some((first, rest)) = line.split_once('(')
+                && let Some((_, before)) = macros.iter().find(|(name, _)| *name == first)
+            {
+                let argument = rest.split([',', ')']).next().unwrap_or_default();
+                names.push(format!("{before}{}", argument.trim()));
+            }
+        }
+    }
+    if platform == Platform::Cuda {
+        // Its matrices have 16 rows.
+        names.retain(|name| name != "flash_attention_8");
+    }
+    names
+}
+
 /// The platform header of that file name, for checks that bring their own driver of the text.
 pub fn platform_header(file: &str) -> Option<&'static str> {
     PLATFORMS.iter().find(|(name, _)| *name == file).map(|(_, text)| *text)
@@ -186,7 +231,7 @@ impl Text {
         };
         let mut source = shape.defines();
         if platform == Platform::MetalTensor {
-            source += "#define K_TENSOR 1\n";
+            source += TENSOR_DEFINE;
         }
         source += &format!("#line 1 \"{header}\"\n{}", platform_header(header).unwrap_or_default());
         source += &Self::body();
@@ -202,6 +247,14 @@ impl Text {
         text
     }
 
+    /// The same text without tensor operations, if it has them: for a device or compiler that turns out not to.
+    pub fn without_tensors(&self) -> Option<Self> {
+        (self.platform == Platform::MetalTensor).then(|| Self {
+            platform: Platform::Metal,
+            source: self.source.replacen(TENSOR_DEFINE, "", 1),
+        })
+    }
+
     /// Argument structs and kernels, without defines and platform header.
     pub fn body() -> String {
         let mut source = String::from("#line 1 \"arguments\"\n");
@@ -215,5 +268,42 @@ impl Text {
     /// The defines of a shape, for checks that bring their own platform header.
     pub fn defines(shape: &Shape) -> String {
         shape.defines()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_are_one_line() {
+        let shape = Shape { head_dim: 64, ..Shape::default() };
+        let [plain, tensor] =
+            [Platform::Metal, Platform::MetalTensor].map(|p| Text::new(p, &shape));
+        assert_ne!(plain.source, tensor.source);
+        assert_eq!(tensor.without_tensors(), Some(plain.clone()));
+        assert_eq!(plain.without_tensors(), None);
+    }
+
+    #[test]
+    fn kernels_are_listed() {
+        let names = kernels(Platform::Metal);
+        let more = |platform| -> Vec<String> {
+            kernels(platform).into_iter().filter(|name| !names.contains(name)).collect()
+        };
+        let mma = ["gemv_mma_1", "gemv_mma_2", "attention_fixed_units"];
+        assert_eq!(more(Platform::Host), mma);
+        assert_eq!(
+            (more(Platform::Cuda), kernels(Platform::Cuda).len()),
+            (mma.map(String::from).into(), names.len() + 2)
+        );
+        for name in
+            ["fill_words", "gemm_q4_n64", "delta_scan_8", "flash_attention_16", "sample_pick"]
+        {
+            assert_eq!(names.iter().filter(|n| **n == name).count(), 1, "{name}");
+        }
+        let tiles: Vec<_> = names.iter().filter(|n| is_tile_kernel(n)).collect();
+        assert_eq!(tiles.len(), 7 + 3 + 3, "{tiles:?}");
+        assert!(names.iter().all(|n| n.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')));
     }
 }

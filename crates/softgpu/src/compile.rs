@@ -11,6 +11,10 @@ use crate::sanitize::Sanitizer;
 const EMULATOR: &str = include_str!("../emu/emu.cpp");
 const HEADER: &str = include_str!("../emu/emu.h");
 const RUNNER: &str = include_str!("../emu/runner.cpp");
+const TRACK: &str = include_str!("../emu/track.cpp");
+
+/// What a text with tensor operations needs behind `platform_cpu.h`, and C++20.
+pub const TENSORS: &str = include_str!("../emu/mpp_cpu.h");
 
 /// Why a kernel text has no library.
 #[derive(Debug)]
@@ -52,6 +56,27 @@ impl Compiler {
             self.build_with(&target, |folder| self.compile(source, folder))?;
         }
         Library::open(&target)
+    }
+
+    /// The shared library of a kernel text that notes what each dispatch reads and writes (see [`Library::tracked`]).
+    pub fn tracking_library(&self, source: &str) -> Result<Library, CompileError> {
+        let mut hasher = DefaultHasher::new();
+        (source, EMULATOR, HEADER, TRACK, &self.program, &self.flags).hash(&mut hasher);
+        let target = self.folder.join(format!("{:016x}.track.so", hasher.finish()));
+        if !target.is_file() {
+            self.build_with(&target, |folder| self.compile_tracking(source, folder))?;
+        }
+        Library::open(&target)
+    }
+
+    fn compile_tracking(&self, source: &str, folder: &Path) -> Result<PathBuf, CompileError> {
+        write_sources(source, folder)?;
+        let flags: Vec<&str> = self.flags.iter().map(String::as_str).collect();
+        let kernels = ["-fsanitize=thread", "-c", "kernels.cpp"];
+        self.run(folder, &[&flags[..], &kernels].concat())?;
+        let rest = ["-shared", "-o", "kernels.so", "emu.cpp", "track.cpp", "kernels.o"];
+        self.run(folder, &[&flags[..], &rest].concat())?;
+        Ok(folder.join("kernels.so"))
     }
 
     /// Where results are kept.
@@ -138,8 +163,13 @@ impl Compiler {
 }
 
 fn write_sources(source: &str, folder: &Path) -> Result<(), CompileError> {
-    let files =
-        [("emu.h", HEADER), ("emu.cpp", EMULATOR), ("runner.cpp", RUNNER), ("kernels.cpp", source)];
+    let files = [
+        ("emu.h", HEADER),
+        ("emu.cpp", EMULATOR),
+        ("runner.cpp", RUNNER),
+        ("track.cpp", TRACK),
+        ("kernels.cpp", source),
+    ];
     for (name, text) in files {
         let path = folder.join(name);
         std::fs::write(&path, text)
@@ -150,7 +180,7 @@ fn write_sources(source: &str, folder: &Path) -> Result<(), CompileError> {
 
 /// What a kernel takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Signature {
+pub struct Signature {
     /// Buffers and the argument struct.
     pub slots: u32,
     /// Bytes of the argument struct.
@@ -170,6 +200,72 @@ type LaunchFn = unsafe extern "C" fn(
 ) -> *const c_char;
 type BarrierFn = unsafe extern "C" fn();
 type StatsFn = unsafe extern "C" fn(*mut u64);
+type BeginFn = unsafe extern "C" fn(*const TrackedRange, u32, u32, u32, u32, u32);
+type EndFn = unsafe extern "C" fn(*mut Access);
+
+/// The last writer and the last two readers of two bytes of a buffer: numbers of dispatches, 0 for none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Cell {
+    /// The last writer.
+    pub writer: u32,
+    /// The last readers.
+    pub readers: [u32; 2],
+}
+
+/// A buffer as a tracking library sees it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct TrackedRange {
+    /// Its first byte.
+    pub start: usize,
+    /// 256 bytes behind its last one: what is there is still taken for it.
+    pub end: usize,
+    /// The first byte that the dispatch may touch.
+    pub bound_from: usize,
+    /// Whether the dispatch may touch it at all.
+    pub bound: u32,
+    /// Its number, for reports.
+    pub buffer: u32,
+    /// A cell for every two bytes.
+    pub cells: *mut Cell,
+}
+
+/// The first access of a dispatch that breaks a rule.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Access {
+    /// 0: none does. 1: nothing orders it and another dispatch's. 2: it is beside what is bound.
+    pub kind: u32,
+    /// The buffer's number.
+    pub buffer: u32,
+    /// The other dispatch.
+    pub other: u32,
+    /// Whether it writes.
+    pub write: u32,
+    /// Where in the buffer.
+    pub offset: u64,
+}
+
+/// Where a dispatch stands among the others: they are numbered from 1 in the order in which they run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Place {
+    /// Its number.
+    pub number: u32,
+    /// Dispatches below this number are before it by a fence.
+    pub fence: u32,
+    /// The first of its encoder.
+    pub encoder: u32,
+    /// The first behind the encoder's last barrier.
+    pub interval: u32,
+}
+
+/// The part of a library that notes accesses.
+#[derive(Clone, Copy)]
+struct Tracker {
+    begin: BeginFn,
+    end: EndFn,
+}
 
 /// A loaded library: the emulator and one kernel text. It stays loaded, as fibers hold its code.
 pub struct Library {
@@ -177,6 +273,7 @@ pub struct Library {
     launch: LaunchFn,
     barrier: BarrierFn,
     stats: StatsFn,
+    tracker: Option<Tracker>,
 }
 
 impl Library {
@@ -196,6 +293,16 @@ impl Library {
             let at = unsafe { libc::dlsym(handle, name.as_ptr()) };
             if at.is_null() { Err(error("a symbol of the emulator is missing")) } else { Ok(at) }
         };
+        let tracker = match (symbol(c"lily_track_begin"), symbol(c"lily_track_end")) {
+            // SAFETY: track.cpp, which this crate compiled, defines the two functions with these types.
+            (Ok(begin), Ok(end)) => Some(unsafe {
+                Tracker {
+                    begin: std::mem::transmute::<*mut c_void, BeginFn>(begin),
+                    end: std::mem::transmute::<*mut c_void, EndFn>(end),
+                }
+            }),
+            _ => None,
+        };
         // SAFETY: emu.cpp, which this crate compiled, defines the four functions with these types.
         unsafe {
             Ok(Self {
@@ -205,11 +312,13 @@ impl Library {
                     c"lily_emu_barrier",
                 )?),
                 stats: std::mem::transmute::<*mut c_void, StatsFn>(symbol(c"lily_emu_stats")?),
+                tracker,
             })
         }
     }
 
-    pub(crate) fn signature(&self, kernel: &CStr) -> Option<Signature> {
+    /// What a kernel takes; `None` if there is none of that name.
+    pub fn signature(&self, kernel: &CStr) -> Option<Signature> {
         let (mut slots, mut args_bytes, mut max_threads) = (0, 0, 0);
         // SAFETY: the name is terminated, the three numbers are ours.
         let found = unsafe {
@@ -222,7 +331,7 @@ impl Library {
     ///
     /// # Safety
     /// `slots` holds what the kernel's signature names: pointers to as many bytes as the kernel touches.
-    pub(crate) unsafe fn launch(
+    pub unsafe fn launch(
         &self,
         kernel: &CStr,
         groups: [u32; 3],
@@ -249,7 +358,31 @@ impl Library {
         Err(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned())
     }
 
-    pub(crate) fn barrier(&self) {
+    /// Runs `launch`, one dispatch of this library; the first access that breaks a rule, if the library notes them.
+    ///
+    /// # Safety
+    /// `ranges` are all buffers, by address, with as many cells as they have pairs of bytes; nothing else uses the cells
+    /// meanwhile.
+    pub unsafe fn tracked<R>(
+        &self,
+        ranges: &[TrackedRange],
+        place: Place,
+        launch: impl FnOnce() -> R,
+    ) -> (R, Option<Access>) {
+        let Some(tracker) = &self.tracker else { return (launch(), None) };
+        let Place { number, fence, encoder, interval } = place;
+        let count = ranges.len() as u32;
+        // SAFETY: the caller vouches for the ranges, which outlive the call of `end`.
+        unsafe { (tracker.begin)(ranges.as_ptr(), count, number, fence, encoder, interval) };
+        let result = launch();
+        let mut access = Access::default();
+        // SAFETY: it writes one access.
+        unsafe { (tracker.end)(&mut access) };
+        (result, (access.kind != 0).then_some(access))
+    }
+
+    /// Ends a stage.
+    pub fn barrier(&self) {
         // SAFETY: no arguments, no preconditions.
         unsafe { (self.barrier)() }
     }

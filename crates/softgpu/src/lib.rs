@@ -11,7 +11,9 @@ mod driver;
 mod fault;
 mod sanitize;
 
-pub use compile::{CompileError, Compiler};
+pub use compile::{
+    Access, Cell, CompileError, Compiler, Library, Place, Signature, TENSORS, TrackedRange,
+};
 pub use driver::{Options, SoftDriver, Stats};
 pub use fault::Fault;
 pub use sanitize::Sanitizer;

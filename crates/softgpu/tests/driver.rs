@@ -153,3 +153,14 @@ fn mistakes_of_the_caller_are_refused() {
     assert!(submit(vec![beyond], false, 256).unwrap_err().contains("which has 64"));
     assert!(declarations().contains("struct SlotHeader"));
 }
+
+/// What a self-test goes through is what there is.
+#[test]
+fn every_listed_kernel_is_there() {
+    let mut driver = SoftDriver::new(Options::default());
+    let text = Arc::new(Text::new(Platform::Host, &Shape::default()));
+    let names: Vec<&'static str> =
+        lily_gpu::text::kernels(Platform::Host).into_iter().map(|name| &*name.leak()).collect();
+    let pipelines = driver.pipelines(&text, &names).expect("each is in the text");
+    assert_eq!(pipelines.len(), names.len());
+}

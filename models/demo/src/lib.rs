@@ -30,6 +30,9 @@ pub const FILES: &[(&str, &[u8])] = &[
     ("chat_template.jinja", include_bytes!("../chat_template.jinja")),
 ];
 
+/// What mlx-lm says of the model, log-probabilities over three passages: `golden/perplexity.json`, for self-tests.
+pub const PERPLEXITY: &str = include_str!("../golden/perplexity.json");
+
 /// Opens the embedded checkpoint.
 ///
 /// # Errors

@@ -1,6 +1,9 @@
 //! `lily doctor`: what this machine offers, and what keeps Lily from using it.
 
+mod self_test;
 pub mod system;
+
+use std::path::PathBuf;
 
 use clap::Args;
 use lily_cpu::{CpuDevice, CpuOptions, Isa};
@@ -8,6 +11,7 @@ use lily_device::Device;
 use lily_engine::Machine;
 use serde_json::{Value, json};
 
+use crate::options::{DeviceName, device};
 use crate::output::{Stdout, bytes};
 use crate::resolve::cache;
 
@@ -18,8 +22,26 @@ use crate::resolve::cache;
 #[derive(Args)]
 pub struct DoctorArgs {
     /// Print one JSON object.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "self_test")]
     pub json: bool,
+
+    /// Test a device: every kernel compiles, every operation agrees with the reference, the built-in model
+    /// with mlx-lm's figures, tokens do not depend on how steps overlap. Takes minutes; fails if any part does.
+    #[arg(long)]
+    pub self_test: bool,
+
+    /// The device to test.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device, requires = "self_test")]
+    pub device: DeviceName,
+
+    /// Write all that the test found into FILE, as JSON.
+    #[arg(long, value_name = "FILE", requires = "self_test")]
+    pub report: Option<PathBuf>,
+
+    /// Measure too: what each optimisation is worth, and both frontiers, beside mlx-lm's if python3 has it. Uses the
+    /// checkpoint in DIR; an empty or new DIR gets a synthetic one of the real model's shape, as large as fits.
+    #[arg(long, value_name = "DIR", requires = "self_test")]
+    pub measure: Option<PathBuf>,
 }
 
 /// A kind of device and whether models can be computed on it.
@@ -52,6 +74,9 @@ struct Report {
 /// Runs the command.
 pub fn doctor(args: &DoctorArgs) -> anyhow::Result<()> {
     let report = Report::gather();
+    if args.self_test {
+        return self_test::run(args, report.json());
+    }
     let mut out = Stdout::new();
     match args.json {
         true => out.json(&report.json())?,
@@ -198,13 +223,14 @@ impl Report {
 /// Every kind of device, the usable ones and the others.
 fn devices() -> Vec<Found> {
     let cpu = CpuDevice::new(CpuOptions::default()).name();
-    let (usable, about) = match lily_cuda::usable() {
-        Ok(about) => (true, about),
-        Err(why) => (false, why),
+    let found = |kind, about: Result<String, String>| Found {
+        kind,
+        usable: about.is_ok(),
+        about: about.unwrap_or_else(|why| why),
     };
     vec![
-        Found { kind: "cpu", usable: true, about: cpu },
-        Found { kind: "cuda", usable, about },
-        Found { kind: "metal", usable: false, about: system::why_no_metal() },
+        found("cpu", Ok(cpu)),
+        found("cuda", lily_cuda::usable()),
+        found("metal", lily_metal::usable()),
     ]
 }

@@ -86,15 +86,6 @@ pub fn features() -> Vec<&'static str> {
     Vec::new()
 }
 
-/// Why models are not computed by Metal.
-pub fn why_no_metal() -> String {
-    match (cfg!(target_os = "macos"), cfg!(target_arch = "aarch64")) {
-        (true, true) => "this version of Lily has no Metal device".into(),
-        (true, false) => "it needs a Mac with Apple silicon".into(),
-        (false, _) => "it needs macOS on Apple silicon".into(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

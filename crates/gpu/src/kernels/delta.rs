@@ -405,6 +405,8 @@ pub fn delta_scan(
         ];
         let grid = [c.shape.value_dim / (simds * per), heads, segments];
         r.dispatch(kernel, grid, simds * 32, bindings, &args, bytes + table_bytes(c));
+        // Each token decays, reads, corrects and reads the state again.
+        r.worth(4 * u64::from(tokens * heads) * u64::from(c.shape.value_dim * c.shape.key_dim));
     }
 }
 

@@ -195,6 +195,7 @@ pub fn dense(r: &mut Recorder, c: &Context, scratch: &mut Scratch, product: &Pro
         &GemmArgs { w, rows, blocks: tiles.large, store },
         source.weight.bytes + u64::from(rows) * u64::from(w.cols) * 2 + moved,
     );
+    r.worth(results * u64::from(w.cols));
 }
 
 #[cfg(test)]

@@ -162,6 +162,7 @@ fn grouped_experts_in(
             + routes.blocks.bytes
             + op.out.bytes,
     );
+    r.worth(2 * u64::from(entries) * u64::from(g.rows) * u64::from(g.cols));
 }
 
 /// Whether one kernel can read both weights: their slabs may differ.
@@ -258,6 +259,7 @@ pub fn experts_out(
             + routes.blocks.bytes
             + op.out.bytes,
     );
+    r.worth(u64::from(entries) * u64::from(d.rows) * u64::from(d.cols));
 }
 
 /// The experts' weighted sum, the shared expert and the residual.

@@ -99,8 +99,11 @@ impl GpuProgram {
             PrepareError::Unsupported { device: profile.name.clone(), operations }
         })?;
         if need.total() > profile.memory {
+            let advice = driver
+                .more_room(need.total())
+                .unwrap_or("ask for a shorter context or fewer sessions".into());
             return Err(PrepareError::OutOfMemory(format!(
-                "the model needs {} bytes on {}, which has {}; ask for a shorter context or fewer sessions",
+                "the model needs {} bytes on {}, which has {}; {advice}",
                 need.total(),
                 profile.name,
                 profile.memory

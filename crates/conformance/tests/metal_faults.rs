@@ -1,0 +1,158 @@
+//! Faults of a Metal device in software: each ends as its error, nothing is left behind, nothing hangs.
+#![cfg(all(metal_soft, not(target_os = "macos")))]
+
+mod metal_common;
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use lily_conformance::metal::{open, open_with, options, profile, softgpu};
+use lily_device::{Device, Input, Output, PrepareError, Step, StepError};
+use lily_gpu::GpuDevice;
+use lily_ops::sample::SampleParams;
+use lily_softmetal::{Caps, Fault};
+use metal_common::*;
+
+const COUNT: usize = 10;
+
+fn prompt() -> Vec<u32> {
+    (0..20).map(|i| (i * 7 + 3) % 100).collect()
+}
+
+fn tokens(program: &mut dyn Program) -> Result<Vec<u32>, StepError> {
+    try_generate(program, &prompt(), &SampleParams::GREEDY, COUNT)
+}
+
+/// A command buffer is killed or finds no memory: the steps under way fail and say why; after a reset the slot answers as if
+/// nothing had been, on a new queue.
+#[test]
+fn a_killed_command_buffer() {
+    let (_dir, model) = micro();
+    let (soft, open) = open(Caps::without_tensors());
+    let mut reference = prepare(softgpu(&profile(&open)), model.clone(), limits(256, 64));
+    let want = tokens(&mut *reference).expect("it runs");
+    let mut program = prepare(open, model, limits(256, 64));
+    assert_eq!(tokens(&mut *program), Ok(want.clone()));
+    for (fault, after, reason) in [
+        (Fault::Killed as fn(u64) -> Fault, 1, "Interactivity"),
+        (Fault::Killed, 5, "Interactivity"),
+        (Fault::OutOfMemory, 4, "Insufficient Memory"),
+    ] {
+        soft.inject(fault(soft.committed() + after));
+        match tokens(&mut *program) {
+            Err(StepError::Failed { slots, reason: why }) => {
+                assert_eq!(slots, [SLOT]);
+                assert!(why.contains(reason) && why.contains("kernel"), "{why}");
+            }
+            other => panic!("{reason}: {other:?}"),
+        }
+        soft.heal();
+        // What was under way is waited for before the slot is used again.
+        soft.wait_idle();
+        drain(&mut *program);
+        assert_eq!(tokens(&mut *program), Ok(want.clone()), "after {reason}");
+    }
+    drop(program);
+    nothing_is_left(&soft);
+}
+
+/// Waits for tickets that a failed run has left.
+fn drain(program: &mut dyn Program) {
+    for ticket in 0..200 {
+        let _ = program.wait(lily_device::Ticket(ticket));
+    }
+}
+
+#[test]
+fn a_device_that_is_gone_or_silent() {
+    for (fault, patience, reason) in [
+        (Fault::Removed as fn(u64) -> Fault, 60, "removed"),
+        (Fault::Silent, 1, "has not answered"),
+    ] {
+        let (_dir, model) = micro();
+        let options =
+            lily_metal::Options { patience: Duration::from_secs(patience), ..options(|_| ()) };
+        let (soft, open) = open_with(Caps::without_tensors(), options);
+        let mut program = prepare(open, model, limits(256, 64));
+        soft.inject(fault(soft.committed() + 3));
+        match tokens(&mut *program) {
+            Err(StepError::Lost(why)) => assert!(why.contains(reason), "{why}"),
+            other => panic!("{reason}: {other:?}"),
+        }
+        // It stays lost.
+        assert!(matches!(tokens(&mut *program), Err(StepError::Lost(_))));
+        drop(program);
+        match fault(0) {
+            Fault::Removed(_) => nothing_is_left(&soft),
+            // What never ended may still be written to: it is kept.
+            _ => assert!(soft.counts().buffers > 0 && soft.violations().is_empty()),
+        }
+    }
+}
+
+#[test]
+fn what_does_not_compile_or_fit() {
+    let cases = [
+        (Caps::without_tensors(), Some(Fault::Compile), "a fault was injected"),
+        (Caps::without_tensors(), Some(Fault::Pipeline), "exceeds available registers"),
+        (Caps { memory: 32 << 20, ..Caps::without_tensors() }, None, "has no more"),
+        (
+            Caps { working_set: 300 << 20, ..Caps::without_tensors() },
+            None,
+            "sysctl iogpu.wired_limit_mb=",
+        ),
+    ];
+    for (caps, fault, reason) in cases {
+        let (_dir, model) = micro();
+        let (soft, open) = open(caps);
+        if let Some(fault) = fault {
+            soft.inject(fault);
+        }
+        // Far more than the smallest working set above bears, far less than all others.
+        let limits = limits(1 << 18, 64);
+        let device = GpuDevice::new(profile(&open), Tuning::default(), open);
+        match device.prepare(model.plan, model.weights, limits).map(|_| ()) {
+            Err(PrepareError::Invalid(why) | PrepareError::OutOfMemory(why)) => {
+                println!("{why}");
+                assert!(why.contains(reason), "{why}");
+            }
+            other => panic!("{reason}: {other:?}"),
+        }
+        nothing_is_left(&soft);
+    }
+}
+
+/// A program that goes while steps are under way waits for them: commands do not keep alive what they use.
+#[test]
+fn a_program_dropped_with_steps_under_way() {
+    let (_dir, model) = micro();
+    let (soft, open) = open(Caps::without_tensors());
+    let mut program = prepare(open, model, limits(256, 64));
+    tokens(&mut *program).expect("it runs");
+    soft.delay(Duration::from_millis(200));
+    let under_way: Vec<_> = (0..2)
+        .map(|_| {
+            let sample = Output::Sample(SampleParams::GREEDY);
+            program.submit(Step::one(SLOT, Input::LastSampled, sample)).expect("submitted")
+        })
+        .collect();
+    assert_eq!(under_way.len(), 2);
+    drop(program);
+    nothing_is_left(&soft);
+}
+
+/// A virtual machine's device: no residency sets, no tensor operations, the same tokens.
+#[test]
+fn a_virtual_machines_device() {
+    let (_dir, model) = micro();
+    let log: Arc<Mutex<Vec<String>>> = Arc::default();
+    let sink = log.clone();
+    let options = options(move |line| sink.lock().expect("no panic").push(line.to_owned()));
+    let (soft, open) = open_with(Caps::paravirtual(), options);
+    let mut reference = prepare(softgpu(&profile(&open)), model.clone(), limits(256, 64));
+    let mut program = prepare(open, model, limits(256, 64));
+    assert_eq!(tokens(&mut *program), tokens(&mut *reference));
+    drop(program);
+    nothing_is_left(&soft);
+    assert_eq!(*log.lock().expect("no panic"), Vec::<String>::new());
+}
