@@ -127,9 +127,11 @@ template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint
   const uint N = R * M, W = R * 8, A = R * 2, format = p.matrices[i].weight.format;
   uint q[W];
   float affine[A], acc[N];
+  // A matrix's last threadgroup may have fewer: what lies behind the last row is not loaded once more.
+  const uint blocks = min(p.repeat, (at.row_count - (group - first) * p.repeat * block + block - 1) / block);
 #pragma unroll 1
-  for (uint k = 0; k < p.repeat; k++) {
-    const uint ahead = k + 1 < p.repeat ? block : 0;
+  for (uint k = 0; k < blocks; k++) {
+    const uint ahead = k + 1 < blocks ? block : 0;
     if (format == Q4) gemv_block<SCALED, Q4, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
     else if (format == Q8) gemv_block<SCALED, Q8, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
     else if (format == BF16) gemv_block<SCALED, BF16, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);

@@ -10,8 +10,10 @@ mod compile;
 mod driver;
 mod fault;
 mod sanitize;
+mod trace;
 
-pub use compile::{CompileError, Compiler};
+pub use compile::{CompileError, Compiler, Counts};
 pub use driver::{Options, SoftDriver, Stats};
 pub use fault::Fault;
 pub use sanitize::Sanitizer;
+pub use trace::{Class, Touched, Trace, Traced};
