@@ -86,6 +86,7 @@ impl Compiler {
     ) -> Result<PathBuf, CompileError> {
         let mut hasher = DefaultHasher::new();
         (source, EMULATOR, HEADER, RUNNER, &self.program, sanitizer).hash(&mut hasher);
+        self.flags.hash(&mut hasher);
         let target = self.folder.join(format!("{:016x}", hasher.finish()));
         if !target.is_file() {
             self.build_with(&target, |folder| self.compile_runner(source, sanitizer, folder))?;
@@ -100,7 +101,9 @@ impl Compiler {
         folder: &Path,
     ) -> Result<PathBuf, CompileError> {
         write_sources(source, folder)?;
-        let common = ["-std=c++17", "-O1", "-g1", "-w", "-ffp-contract=off", "-march=native"];
+        let standard = self.flags.iter().rfind(|flag| flag.starts_with("-std="));
+        let standard = standard.map_or("-std=c++17", String::as_str);
+        let common = [standard, "-O1", "-g1", "-w", "-ffp-contract=off", "-march=native"];
         // TSan must not see the emulator's own work: it switches stacks and passes values between threads.
         let (define, flags, emulator): (_, &[&str], &[&str]) = match sanitizer {
             Sanitizer::Thread => ("-DEMU_TSAN", &["-fsanitize=thread"], &[]),

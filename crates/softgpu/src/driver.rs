@@ -8,7 +8,7 @@ use lily_gpu::{
 };
 
 use crate::compile::{Compiler, Library, Signature};
-use crate::fault::Fault;
+use crate::fault::{Fault, only};
 use crate::sanitize::{Job, Sanitizer};
 use crate::trace::{Counting, Trace};
 
@@ -271,7 +271,9 @@ impl SoftDriver {
         let Some(library) = library else { return Ok(()) };
         let text = self.libraries.values().find(|(_, l)| Arc::ptr_eq(l, &library));
         let Some((text, _)) = text else { return Ok(()) };
-        let runner = self.options.compiler.runner(&text.source, sanitizer).map_err(|e| {
+        let kernels: Vec<&str> = list.dispatches.iter().map(|d| d.kernel).collect();
+        let source = only(&kernels) + &text.source;
+        let runner = self.options.compiler.runner(&source, sanitizer).map_err(|e| {
             DriverError::Compile { device: self.options.profile.name.clone(), log: e.0 }
         })?;
         for (buffer, data) in job.run(&runner)? {

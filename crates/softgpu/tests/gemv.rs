@@ -128,13 +128,23 @@ fn many_blocks_of_rows() {
 /// The norm in front, the sum behind and the gated pair have the bits of the kernels that they replace.
 #[test]
 fn fused_forms_have_the_bits_of_the_chain() {
-    for (cols, rows, profile) in [
+    fused_forms(&[
         (64, 1, "softgpu"),
         (192, 2, "softgpu"),
         (1088, 3, "h200"),
         (2048, 8, "softgpu"),
         (2048, 1, "m4-max"),
-    ] {
+    ]);
+}
+
+/// Few kernel threads, for sanitizers and barriers left out.
+#[test]
+fn small_fused_forms() {
+    fused_forms(&[(64, 2, "softgpu")]);
+}
+
+fn fused_forms(sizes: &[(usize, usize, &str)]) {
+    for &(cols, rows, profile) in sizes {
         let mut rng = Seeded::new(&format!("fused {cols} {rows}"));
         let specs: Vec<_> = [(Q4, 50), (Q4, 50), (Q8, 7), (F32, 1), (Q4, 21)]
             .into_iter()
