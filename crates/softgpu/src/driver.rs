@@ -389,11 +389,16 @@ impl Driver for SoftDriver {
         if list.pipelines.len() != list.dispatches.len() {
             return Err(DriverError::Invalid("a dispatch has no pipeline".into()));
         }
+        // A library counts all that ran on this thread, for other drivers too.
+        let threads = |driver: &Self| -> u64 {
+            driver.libraries.values().map(|(_, library)| library.stats()[0]).sum()
+        };
+        let before = threads(self);
         match self.options.sanitizer {
             Some(sanitizer) => self.run_apart(list, sanitizer)?,
             None => self.run_here(list)?,
         }
-        self.stats.threads = self.libraries.values().map(|(_, library)| library.stats()[0]).sum();
+        self.stats.threads += threads(self) - before;
         self.submissions += 1;
         self.stats.submissions = self.submissions;
         Ok(Submission(self.submissions))

@@ -143,15 +143,25 @@ impl Driver for Watch {
     }
 }
 
-/// A model on a driver with a log.
+/// A model on a driver with a log, which runs everything in order: what a swap changes comes from the swap.
 pub fn prepare(
     model: &Model,
     tuning: Tuning,
     limits: Limits,
     swap: Option<Swap>,
 ) -> (Box<dyn Program>, Arc<Mutex<Log>>) {
-    // In order: what a swap changes comes from the swap.
-    let options = Options { seed: None, ..Options::default() };
+    prepare_ordered(model, tuning, limits, swap, None)
+}
+
+/// The same, in an order drawn from a seed.
+pub fn prepare_ordered(
+    model: &Model,
+    tuning: Tuning,
+    limits: Limits,
+    swap: Option<Swap>,
+    seed: Option<u32>,
+) -> (Box<dyn Program>, Arc<Mutex<Log>>) {
+    let options = Options { seed, ..Options::default() };
     let (profile, log) = (options.profile.clone(), Arc::new(Mutex::new(Log::default())));
     let shared = log.clone();
     let open = move || {
