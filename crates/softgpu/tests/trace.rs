@@ -1,109 +1,35 @@
 //! What a decode step of the real widths loads and stores, counted access by access: weights once, K and V as often as heads that are
 //! not packed together need them, whole lines.
 
+mod slice;
+
 use std::sync::Arc;
 
-use lily_bench::synth::Shape as Widths;
-use lily_device::{Device, Input, Limits, Output, SlotId, Snapshot, Step, Weight};
 use lily_gpu::args::KernelArgs;
 use lily_gpu::text::platform_header;
 use lily_gpu::upload::SlabLayout;
 use lily_gpu::{
-    Access, Binding, Buffer, Driver, GpuDevice, Operand, Placement, Platform, Profile, Recorder,
-    Text, Tuning, kernel_args,
+    Access, Binding, Buffer, Driver, Operand, Placement, Platform, Profile, Recorder, Text, Tuning,
+    kernel_args,
 };
-use lily_model::{Precision, plan_of_config};
-use lily_ops::case::Seeded;
-use lily_ops::sample::TokenCounts;
-use lily_ops::{Op, Plan, WeightFormat, WeightSpec};
+use lily_ops::{Op, Plan, WeightFormat};
 use lily_softgpu::{Class, Compiler, Counts, Options, SoftDriver, Trace, Traced};
-
-/// One recurrent layer and one with attention, of few experts and few words: nothing else is smaller than in the real model.
-fn slice() -> Plan {
-    let widths = Widths {
-        experts: 16,
-        vocab_size: 2048,
-        full_attention_interval: 2,
-        stop_ids: vec![2047, 2046],
-        ..Widths::qwen3_6_35b_a3b(2)
-    };
-    plan_of_config("slice", &widths.config(), Precision::Standard).expect("a config").1
-}
-
-fn bf16(x: f32) -> [u8; 2] {
-    ((x.to_bits() >> 16) as u16).to_le_bytes()
-}
-
-/// Random codes, and numbers of such a size that the model's stay small.
-fn weight(spec: &WeightSpec, seed: u32) -> Weight {
-    let count = spec.matrices * spec.rows;
-    let mut word = seed.wrapping_mul(0x9E37_79B9) | 1;
-    let mut codes = vec![0u8; count * spec.format.row_bytes(spec.cols)];
-    let small = |word: u32| (word as f32 / u32::MAX as f32 - 0.5) * 0.1;
-    for four in codes.chunks_mut(4) {
-        word = word.wrapping_mul(0x0019_660D).wrapping_add(0x3C6E_F35F);
-        let bytes = match spec.format {
-            WeightFormat::Affine { .. } => word.to_le_bytes(),
-            WeightFormat::Dense(lily_ops::ElementType::Bf16) => {
-                let [a, b] = bf16(small(word));
-                let [c, d] = bf16(small(!word));
-                [a, b, c, d]
-            }
-            WeightFormat::Dense(_) => small(word).to_le_bytes(),
-        };
-        four.copy_from_slice(&bytes[..four.len()]);
-    }
-    let (largest, scale) = match spec.format {
-        WeightFormat::Affine { bits } => (f32::from((1u16 << bits) - 1), 0.1),
-        WeightFormat::Dense(_) => (1.0, 0.0),
-    };
-    let groups = count * spec.format.scale_bytes(spec.cols) / 2;
-    let part = |x: f32| -> Arc<[u8]> { bf16(x).repeat(groups).into() };
-    let scales = spec.rows * spec.format.scale_bytes(spec.cols);
-    Weight {
-        codes: Arc::<[u8]>::from(codes).into(),
-        scales: (groups > 0).then(|| part(scale / largest).into()),
-        biases: (groups > 0).then(|| part(-scale / 2.0).into()),
-        strides: [spec.rows * spec.format.row_bytes(spec.cols), scales, scales],
-    }
-}
 
 /// Tokens before the traced one: not a whole number of pages, nor of splits.
 const POSITION: usize = 1000;
 
 fn trace(profile: &str, tuning: Tuning, position: usize) -> Traced {
-    let plan = slice();
-    let profile = Profile { platform: Platform::Host, ..Profile::named(profile).expect("known") };
     let trace = Trace::default();
     let options = Options {
-        profile: profile.clone(),
+        profile: Profile { platform: Platform::Host, ..Profile::named(profile).expect("known") },
         compiler: Compiler::tracing(),
         trace: Some(trace.clone()),
         ..Options::default()
     };
-    let weights = plan.weights.iter().zip(1..).map(|(spec, seed)| weight(spec, seed)).collect();
-    let vectors = vectors(&plan, profile.max_buffer);
-    let open = move || Ok(Box::new(SoftDriver::new(options.clone())) as Box<dyn Driver>);
-    let device = GpuDevice::new(profile, tuning, Box::new(open));
-    let limits = Limits::new(1, position + 1, 1);
-    let state = plan.state;
-    let mut program = device.prepare(Arc::new(plan), weights, limits).expect("it is prepared");
-    let kv = state.kv_layers * 2 * state.kv_heads * position * state.head_dim;
-    let mut rng = Seeded::new("cache");
-    let snapshot = Snapshot {
-        position,
-        last_sampled: Some(5),
-        generated: 0,
-        counts: TokenCounts::default(),
-        recurrent: vec![0; state.recurrent_bytes()],
-        conv: vec![0; state.recurrent_layers * state.conv_len() * 2],
-        kv: (0..kv).flat_map(|_| bf16(rng.unit())).collect(),
-    };
-    let slot = SlotId(0);
-    program.restore(slot, &snapshot).expect("the snapshot fits");
+    let vectors = vectors(&slice::plan(), options.profile.max_buffer);
+    let mut program = slice::program(options, tuning, position);
     trace.start(vectors);
-    let step = Step::one(slot, Input::Tokens(vec![7]), Output::Logits);
-    program.run(step).expect("the step runs");
+    slice::step(&mut *program);
     trace.stop()
 }
 
