@@ -2,7 +2,9 @@
 
 mod watch;
 
-use lily_conformance::{Fixture, argmax_equal, max_abs};
+use std::path::Path;
+
+use lily_conformance::{Fixture, argmax_equal, max_abs, read_json};
 use lily_device::{Input, Limits, Output, Program, SegmentOut, SlotId, Step};
 use lily_gpu::Tuning;
 use lily_model::{Model, Precision};
@@ -26,6 +28,8 @@ const BITS: [&str; 10] = [
 ];
 const NEAR: [&str; 5] =
     ["fuse_conv", "fuse_scan_norm", "fuse_experts_in", "fuse_experts_out", "fuse_qk_prep"];
+/// How near, as part of the logits' root mean square: on tiny-c that is 0.35, the bound of a GPU's distance from mlx-lm.
+const NEARNESS: f32 = 0.17;
 /// Needs 32K tokens and heads of 256 elements: see softgpu's tests/real_widths.rs.
 const ELSEWHERE: [&str; 1] = ["fixed_block"];
 
@@ -82,6 +86,8 @@ fn check(name: &str, model: &Model, tokens: &[u32], chunks: &[usize]) {
     assert!(again.log == on.log && bits(&again.logits) == bits(&on.logits), "{name}: twice");
     let vocab = model.plan.vocab;
     let rows = on.logits.len() / vocab;
+    let squares: f64 = on.logits.iter().map(|x| f64::from(*x).powi(2)).sum();
+    let size = (squares / on.logits.len() as f64).sqrt() as f32;
     for (switch, _) in Tuning::SWITCHES.iter().filter(|(s, _)| !ELSEWHERE.contains(s)) {
         let off = with(model, Tuning::without(switch).expect("a switch"), tokens, chunks);
         assert!(off.log != on.log, "{name}: {switch} changes nothing that is submitted");
@@ -93,8 +99,10 @@ fn check(name: &str, model: &Model, tokens: &[u32], chunks: &[usize]) {
             assert!(NEAR.contains(switch), "{switch} is in no list of this test");
             let error = max_abs(&off.logits, &on.logits);
             let equal = argmax_equal(&off.logits, &on.logits, vocab);
-            println!("{name} without {switch}: max abs {error:.4}, top-1 equal {equal} of {rows}");
-            assert!(error > 0.0 && error <= 0.35, "{name}: {switch} by {error}");
+            println!(
+                "{name} without {switch}: max abs {error:.4} of {size:.2}, top-1 equal {equal} of {rows}"
+            );
+            assert!(error > 0.0 && error <= NEARNESS * size, "{name}: {switch} by {error}");
             assert!(equal * 10 >= rows * 9, "{name}: {switch}, {equal} of {rows}");
         }
     }
@@ -120,6 +128,9 @@ fn switches_of_tiny() {
 fn switches_of_the_demo_model() {
     let checkpoint = lily_demo::open().expect("the demo model opens");
     let model = lily_model::load(&checkpoint, Precision::Standard).expect("the model loads");
-    let tokens: Vec<u32> = (0..=16).map(|i| 100 + 37 * i).collect();
-    check("the demo model", &model, &tokens, &[12, 1, 1]);
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo/golden");
+    let golden = read_json(&golden.join("perplexity.json"));
+    let ids = golden["passages"][0]["ids"].as_array().expect("a list").iter();
+    let tokens: Vec<u32> = ids.map(|id| id.as_u64().expect("an id") as u32).collect();
+    check("the demo model", &model, &tokens, &[28, 1, 1]);
 }

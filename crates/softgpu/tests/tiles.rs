@@ -145,26 +145,36 @@ fn tensor() -> Rig {
 
 /// Copies that are under way until they are waited for; ldmatrix and mma.sync as attention's tests have them.
 const ASYNC_COPIES: &str = r#"
+#include <atomic>
 #include <cstdlib>
 struct Copy { void *to; const void *from; bool there; };
 struct Copies { Copy all[32]; unsigned n; };
 template <class T> static T *shared_address(T *p) { return p; }
-// Nothing that must be constructed: kernel threads share what a thread of the host has.
-static thread_local Copies copies[1024];
-static Copies &own_copies() { return copies[emu::simd() * 32 + emu::lane()]; }
-static void copy_async(void *to, const void *from, bool there) {
+// Of each thread of the host, of each kernel thread on it. Copies are the kernel's, this list is not: ThreadSanitizer sees only the former.
+#define UNSEEN __attribute__((noinline, no_sanitize("thread")))
+static Copies copies[16][1024];
+static std::atomic<unsigned> hosts{0};
+static thread_local unsigned host = 0;
+UNSEEN static Copies &own_copies() {
+  if (!host) host = hosts++ % 15 + 1;
+  return copies[host][emu::simd() * 32 + emu::lane()];
+}
+UNSEEN static void copy_async(void *to, const void *from, bool there) {
   Copies &own = own_copies();
   if (own.n == 32) abort();
   own.all[own.n++] = {to, from, there};
 }
-static void copy_wait() {
+UNSEEN static unsigned copies_left() { return own_copies().n; }
+UNSEEN static Copy take_copy() {
   Copies &own = own_copies();
-  for (unsigned i = 0; i < own.n; i++) {
-    const Copy c = own.all[i];
+  return own.all[--own.n];
+}
+static void copy_wait() {
+  while (copies_left()) {
+    const Copy c = take_copy();
     if (c.there) memcpy(c.to, c.from, 16);
     else memset(c.to, 0, 16);
   }
-  own.n = 0;
 }
 template <class T> static void load_matrices(unsigned (&r)[4], const T *row) { flash_load(r, row); }
 static void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { flash_multiply(d, a, b0, b1); }
