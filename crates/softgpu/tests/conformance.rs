@@ -79,6 +79,9 @@ fn small_cases_under_sanitizers() {
                     && let Some(case) = cases.get(i)
                 {
                     let result = sanitized(case);
+                    if let Err(e) = &result {
+                        println!("{e}"); // minutes before the end
+                    }
                     results.lock().expect("no thread panics with it").push((i, result));
                 }
             });
