@@ -49,6 +49,10 @@ tidy() {
         echo 'files above 800 lines'
         bad=1
     fi
+    if git ls-files -z 'crates/gpu/kernels/*' | xargs -0 wc -l | awk '$2 != "total" && $1 > 400 {print; found = 1} END {exit !found}'; then
+        echo 'kernel files above 400 lines'
+        bad=1
+    fi
     if git grep -nIE '\b(TODO|FIXME|XXX)\b|todo!\(|unimplemented!\(' -- '*.rs'; then
         echo 'unfinished work'
         bad=1

@@ -134,7 +134,8 @@ template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint
   const uint N = R * M, W = R * 8, A = R * 2, format = p.matrices[i].weight.format, epilogue = p.matrices[i].epilogue;
   uint q[W];
   float affine[A], acc[N];
-  const uint soon = min(p.repeat, 2u);
+  // A matrix's last threadgroup may have fewer: what lies behind the last row is not loaded once more.
+  const uint blocks = min(p.repeat, (at.row_count - (group - first) * p.repeat * block + block - 1) / block), soon = min(blocks, 2u);
   if (format == Q4) load_first<Q4, R, M>(a, b, paired, at, p.cols, soon, block, q, affine);
   else if (format == Q8) load_first<Q8, R, M>(a, b, paired, at, p.cols, soon, block, q, affine);
   else if (format == BF16) load_first<BF16, R, M>(a, b, paired, at, p.cols, soon, block, q, affine);
@@ -149,8 +150,8 @@ template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint
     tg_barrier();
   }
 #pragma unroll 1
-  for (uint k = 0; k < p.repeat; k++) {
-    const uint ahead = k + 1 < p.repeat ? block : 0, mine = at.first + at.part / M * at.beside;
+  for (uint k = 0; k < blocks; k++) {
+    const uint ahead = k + 1 < blocks ? block : 0, mine = at.first + at.part / M * at.beside;
     float base = 0.0f;
     if (adds && mine < at.row_count) base = residual[ulong(at.part % M) * at.row_count + mine];
     if (format == Q4) gemv_block<SCALED, Q4, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);

@@ -30,12 +30,20 @@ inline bf16 to_bf16(float x) { const uint b = as_u(x); return {x != x ? ushort(b
 #define CONSTANT const
 #define THREAD
 #define FN static inline
-inline uint4 load4(const uint *p) { return {p[0], p[1], p[2], p[3]}; }
-inline float4 load4(const float *p) { return {p[0], p[1], p[2], p[3]}; }
-inline uint2 load2(const uint *p) { return {p[0], p[1]}; }
-inline void store4(float *p, float a, float b, float c, float d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
-inline void store4(uint *p, uint a, uint b, uint c, uint d) { p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
-inline void store2(uint *p, uint a, uint b) { p[0] = a; p[1] = b; }
+// Several elements are one access: the trace build counts it at the place of the call.
+#ifdef EMU_TRACE
+#define EMU_ONE __attribute__((noinline, no_sanitize("coverage")))
+#define EMU_TOUCH(p, bytes, stored) emu::touch(p, bytes, stored, __builtin_return_address(0));
+#else
+#define EMU_ONE
+#define EMU_TOUCH(p, bytes, stored)
+#endif
+EMU_ONE inline uint4 load4(const uint *p) { EMU_TOUCH(p, 16, false) return {p[0], p[1], p[2], p[3]}; }
+EMU_ONE inline float4 load4(const float *p) { EMU_TOUCH(p, 16, false) return {p[0], p[1], p[2], p[3]}; }
+EMU_ONE inline uint2 load2(const uint *p) { EMU_TOUCH(p, 8, false) return {p[0], p[1]}; }
+EMU_ONE inline void store4(float *p, float a, float b, float c, float d) { EMU_TOUCH(p, 16, true) p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
+EMU_ONE inline void store4(uint *p, uint a, uint b, uint c, uint d) { EMU_TOUCH(p, 16, true) p[0] = a; p[1] = b; p[2] = c; p[3] = d; }
+EMU_ONE inline void store2(uint *p, uint a, uint b) { EMU_TOUCH(p, 8, true) p[0] = a; p[1] = b; }
 inline uint pack2(float lo, float hi) { return uint(to_bf16(lo).u) | uint(to_bf16(hi).u) << 16; }
 // See platform_cuda.h: there a number of few digits is not converted.
 inline float code_number(uint x) { return float(x); }

@@ -175,6 +175,9 @@ static void launch(Dim3 G, Dim3 T, Body body, void *closure, const Options &o) {
         for (;;) {
           uint32_t act = 0; St st = DONE; Fiber *ref = nullptr, *gone = nullptr;
           for (uint32_t i = lo; i < hi; i++) { Fiber *f = w.f[i].get(); if (f->st == RUN) to_fiber(w, f); if (w.failed) return; }
+#if defined(EMU_TRACE)
+          simdgroup_met();
+#endif
           for (uint32_t i = lo; i < hi; i++) { Fiber *f = w.f[i].get(); if (f->st == DONE) { gone = f; continue; } act |= 1u << (i - lo);
             if (!ref) { ref = f; st = f->st; } else if (f->st != st || (st == AT_SIMD && (f->line != ref->line || f->file != ref->file || f->op != ref->op))) { die(w, "divergent simdgroup", ref, f); return; } }
           if (st != AT_SIMD && st != AT_SIMDBAR) break;
@@ -272,6 +275,12 @@ void multiply16(const float *v, float *d, const char *file, int line) {
 }
 uint32_t lane() { return W().cur->ids.lane; }
 uint32_t simd() { return W().cur->ids.simd; }
+#if defined(EMU_TRACE)
+bool own_memory(const void *p) {
+  const World &w = W(); const char *at = (const char *)p;
+  return size_t(at - w.cur->stack) < STACK || size_t(at - w.arena) < (1 << 16);
+}
+#endif
 }
 // The interface to the host program.
 using namespace emu;

@@ -26,4 +26,9 @@ void multiply16(const float ab[6], float d[4], const char *file, int line);   //
 void mma8(const float abc[6], float d[2], const char *file, int line);   // two elements a lane of A, B, C
 uint32_t lane();
 uint32_t simd();
+// Of the trace build: a kernel thread's access, the accesses of a simdgroup up to a point where its lanes meet, and whether an address is the
+// thread's own or threadgroup memory.
+void touch(const void *p, uint32_t bytes, bool stored, const void *site);
+void simdgroup_met();
+bool own_memory(const void *p);
 }

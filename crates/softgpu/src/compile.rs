@@ -15,6 +15,7 @@ const TRACK: &str = include_str!("../emu/track.cpp");
 
 /// What a text with tensor operations needs behind `platform_cpu.h`, and C++20.
 pub const TENSORS: &str = include_str!("../emu/mpp_cpu.h");
+const TRACE: &str = include_str!("../emu/trace.cpp");
 
 /// Why a kernel text has no library.
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub struct Compiler {
     program: String,
     flags: Vec<String>,
     folder: PathBuf,
+    /// Whether kernels tell what they touch.
+    traced: bool,
 }
 
 impl Default for Compiler {
@@ -36,6 +39,7 @@ impl Default for Compiler {
             program: std::env::var("CXX").unwrap_or_else(|_| "c++".into()),
             flags: flags.map(String::from).to_vec(),
             folder: std::env::temp_dir().join("lily-softgpu"),
+            traced: false,
         }
     }
 }
@@ -47,10 +51,25 @@ impl Compiler {
         self
     }
 
+    /// `$CLANGXX`, else `clang++-22`, whose coverage hooks tell what kernels touch. Loops stay as they are written, so that an
+    /// access of the text is an access of the trace.
+    pub fn tracing() -> Self {
+        let flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-w", "-fPIC"];
+        Self {
+            program: std::env::var("CLANGXX").unwrap_or_else(|_| "clang++-22".into()),
+            flags: flags.map(String::from).to_vec(),
+            traced: true,
+            ..Self::default()
+        }
+    }
+
     /// The shared library of a kernel text.
     pub fn library(&self, source: &str) -> Result<Library, CompileError> {
         let mut hasher = DefaultHasher::new();
         (source, EMULATOR, HEADER, &self.program, &self.flags).hash(&mut hasher);
+        if self.traced {
+            TRACE.hash(&mut hasher);
+        }
         let target = self.folder.join(format!("{:016x}.so", hasher.finish()));
         if !target.is_file() {
             self.build_with(&target, |folder| self.compile(source, folder))?;
@@ -92,6 +111,7 @@ impl Compiler {
     ) -> Result<PathBuf, CompileError> {
         let mut hasher = DefaultHasher::new();
         (source, EMULATOR, HEADER, RUNNER, &self.program, sanitizer).hash(&mut hasher);
+        self.flags.hash(&mut hasher);
         let target = self.folder.join(format!("{:016x}", hasher.finish()));
         if !target.is_file() {
             self.build_with(&target, |folder| self.compile_runner(source, sanitizer, folder))?;
@@ -106,7 +126,9 @@ impl Compiler {
         folder: &Path,
     ) -> Result<PathBuf, CompileError> {
         write_sources(source, folder)?;
-        let common = ["-std=c++17", "-O1", "-g1", "-w", "-ffp-contract=off", "-march=native"];
+        let standard = self.flags.iter().rfind(|flag| flag.starts_with("-std="));
+        let standard = standard.map_or("-std=c++17", String::as_str);
+        let common = [standard, "-O1", "-g1", "-w", "-ffp-contract=off", "-march=native"];
         // TSan must not see the emulator's own work: it switches stacks and passes values between threads.
         let (define, flags, emulator): (_, &[&str], &[&str]) = match sanitizer {
             Sanitizer::Thread => ("-DEMU_TSAN", &["-fsanitize=thread"], &[]),
@@ -141,6 +163,19 @@ impl Compiler {
     fn compile(&self, source: &str, folder: &Path) -> Result<PathBuf, CompileError> {
         write_sources(source, folder)?;
         let flags: Vec<&str> = self.flags.iter().map(String::as_str).collect();
+        if self.traced {
+            let flags = [&flags[..], &["-DEMU_TRACE"]].concat();
+            self.run(folder, &[&flags[..], &["-c", "emu.cpp", "trace.cpp"]].concat())?;
+            let hooks = [
+                "-fno-vectorize",
+                "-fno-slp-vectorize",
+                "-fsanitize-coverage=func,trace-loads,trace-stores",
+            ];
+            self.run(folder, &[&flags[..], &hooks, &["-c", "kernels.cpp"]].concat())?;
+            let link = ["-shared", "-o", "kernels.so", "emu.o", "trace.o", "kernels.o"];
+            self.run(folder, &link)?;
+            return Ok(folder.join("kernels.so"));
+        }
         let rest = ["-shared", "-o", "kernels.so", "emu.cpp", "kernels.cpp"];
         self.run(folder, &[&flags[..], &rest].concat())?;
         Ok(folder.join("kernels.so"))
@@ -168,6 +203,7 @@ fn write_sources(source: &str, folder: &Path) -> Result<(), CompileError> {
         ("emu.cpp", EMULATOR),
         ("runner.cpp", RUNNER),
         ("track.cpp", TRACK),
+        ("trace.cpp", TRACE),
         ("kernels.cpp", source),
     ];
     for (name, text) in files {
@@ -267,6 +303,34 @@ struct Tracker {
     end: EndFn,
 }
 
+type TraceFn = unsafe extern "C" fn(*mut Region, u64);
+
+/// What was loaded from or stored to a region.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Bytes: of each access of a simdgroup those that are distinct.
+    pub bytes: u64,
+    /// Accesses of simdgroups.
+    pub accesses: u64,
+    /// Lines of 128 bytes that each access touched, summed.
+    pub lines: u64,
+    /// Lines that as many bytes need at least.
+    pub ideal_lines: u64,
+}
+
+/// Bytes of a buffer that a trace counts together, as the trace build knows them.
+#[repr(C)]
+pub(crate) struct Region {
+    pub base: usize,
+    pub bytes: u64,
+    /// Where its buffer begins.
+    pub buffer: usize,
+    /// A bit a byte: loaded, stored.
+    pub touched: [*mut u64; 2],
+    pub counts: [Counts; 2],
+}
+
 /// A loaded library: the emulator and one kernel text. It stays loaded, as fibers hold its code.
 pub struct Library {
     kernel: KernelFn,
@@ -274,6 +338,7 @@ pub struct Library {
     barrier: BarrierFn,
     stats: StatsFn,
     tracker: Option<Tracker>,
+    trace: Option<TraceFn>,
 }
 
 impl Library {
@@ -303,7 +368,7 @@ impl Library {
             }),
             _ => None,
         };
-        // SAFETY: emu.cpp, which this crate compiled, defines the four functions with these types.
+        // SAFETY: emu.cpp and trace.cpp, which this crate compiled, define the functions with these types.
         unsafe {
             Ok(Self {
                 kernel: std::mem::transmute::<*mut c_void, KernelFn>(symbol(c"lily_emu_kernel")?),
@@ -313,6 +378,9 @@ impl Library {
                 )?),
                 stats: std::mem::transmute::<*mut c_void, StatsFn>(symbol(c"lily_emu_stats")?),
                 tracker,
+                trace: symbol(c"lily_emu_trace")
+                    .ok()
+                    .map(|at| std::mem::transmute::<*mut c_void, TraceFn>(at)),
             })
         }
     }
@@ -379,6 +447,18 @@ impl Library {
         // SAFETY: it writes one access.
         unsafe { (tracker.end)(&mut access) };
         (result, (access.kind != 0).then_some(access))
+    }
+
+    /// From here on this thread's launches count in `regions`, which are in the order of their bases; a library without a trace
+    /// counts nothing.
+    ///
+    /// # Safety
+    /// The regions and their bits stay where they are until the next call.
+    pub(crate) unsafe fn trace(&self, regions: &mut [Region]) {
+        if let Some(trace) = self.trace {
+            // SAFETY: the caller vouches for the regions.
+            unsafe { trace(regions.as_mut_ptr(), regions.len() as u64) };
+        }
     }
 
     /// Ends a stage.

@@ -8,8 +8,9 @@ use lily_gpu::{
 };
 
 use crate::compile::{Compiler, Library, Signature};
-use crate::fault::Fault;
+use crate::fault::{Fault, only};
 use crate::sanitize::{Job, Sanitizer};
+use crate::trace::{Counting, Trace};
 
 /// How kernels are run.
 #[derive(Clone, Debug)]
@@ -25,6 +26,8 @@ pub struct Options {
     pub sanitizer: Option<Sanitizer>,
     /// A mistake made on purpose.
     pub fault: Option<Fault>,
+    /// Counts what kernels touch, while it is on: with [`Compiler::tracing`], without a sanitizer.
+    pub trace: Option<Trace>,
 }
 
 impl Default for Options {
@@ -38,7 +41,14 @@ impl Default for Options {
         let fault = named("SOFTGPU_FAULT")
             .map(|fault| Fault::parse(&fault).expect("SOFTGPU_FAULT is FILE:LINE or stage:N"));
         let profile = Profile::named("softgpu").expect("a known profile");
-        Self { seed: Some(1), profile, compiler: Compiler::default(), sanitizer, fault }
+        Self {
+            seed: Some(1),
+            profile,
+            compiler: Compiler::default(),
+            sanitizer,
+            fault,
+            trace: None,
+        }
     }
 }
 
@@ -68,6 +78,8 @@ struct Kernel {
 pub struct SoftDriver {
     options: Options,
     buffers: HashMap<Buffer, (u64, Memory)>,
+    /// What each buffer is for.
+    names: HashMap<Buffer, String>,
     next_buffer: u32,
     libraries: HashMap<u64, (Arc<Text>, Arc<Library>)>,
     kernels: Vec<Kernel>,
@@ -83,6 +95,7 @@ impl SoftDriver {
         Self {
             options,
             buffers: HashMap::new(),
+            names: HashMap::new(),
             next_buffer: 0,
             libraries: HashMap::new(),
             kernels: Vec::new(),
@@ -150,7 +163,12 @@ impl SoftDriver {
         Ok(kernel)
     }
 
-    fn run(&mut self, dispatch: &Dispatch, pipeline: Pipeline) -> Result<(), DriverError> {
+    fn run(
+        &mut self,
+        dispatch: &Dispatch,
+        pipeline: Pipeline,
+        counting: &mut Option<Counting>,
+    ) -> Result<(), DriverError> {
         let kernel = self.checked(dispatch, pipeline)?;
         let mut pointers: Vec<*mut c_void> = Vec::new();
         for binding in &dispatch.bindings {
@@ -163,11 +181,19 @@ impl SoftDriver {
         pointers.push(args.as_mut_ptr().cast());
         let (library, name) = (kernel.library.clone(), kernel.name.clone());
         let order = self.options.seed.is_some().then(|| self.random());
-        // SAFETY: as many pointers as the kernel takes, to buffers of this driver, which nothing else
-        // touches meanwhile, and to argument bytes of the kernel's size. Kernels stay inside their bindings:
-        // that is what the address-sanitizer build and the tests are for.
-        unsafe { library.launch(&name, dispatch.groups, dispatch.threads, &mut pointers, order) }
-            .map_err(|reason| DriverError::Kernel { kernel: dispatch.kernel.into(), reason })?;
+        let mut launch = || {
+            // SAFETY: as many pointers as the kernel takes, to buffers of this driver, which nothing else
+            // touches meanwhile, and to argument bytes of the kernel's size. Kernels stay inside their bindings:
+            // that is what the address-sanitizer build and the tests are for.
+            unsafe {
+                library.launch(&name, dispatch.groups, dispatch.threads, &mut pointers, order)
+            }
+        };
+        let result = match counting {
+            Some(counting) => counting.launch(&library, dispatch.kernel, launch),
+            None => launch(),
+        };
+        result.map_err(|reason| DriverError::Kernel { kernel: dispatch.kernel.into(), reason })?;
         *self.stats.launches.entry(dispatch.kernel).or_default() += 1;
         Ok(())
     }
@@ -192,15 +218,28 @@ impl SoftDriver {
         self.options.fault.as_ref().map_or_else(|| list.stages().collect(), |f| f.stages(stages))
     }
 
+    /// A count of what a list touches, while the trace is on.
+    fn counting(&self) -> Option<Counting> {
+        let trace = self.options.trace.as_ref()?;
+        let place = |(buffer, (bytes, memory)): (&Buffer, &(u64, Memory))| {
+            (*buffer, (self.names[buffer].clone(), memory.as_ptr() as usize, *bytes))
+        };
+        trace.begin(&self.buffers.iter().map(place).collect())
+    }
+
     fn run_here(&mut self, list: &CommandList) -> Result<(), DriverError> {
+        let mut counting = self.counting();
         for stage in self.stages(list) {
             for i in self.shuffled(stage) {
-                self.run(&list.dispatches[i], list.pipelines[i])?;
+                self.run(&list.dispatches[i], list.pipelines[i], &mut counting)?;
             }
             if let Some((_, library)) = self.libraries.values().next() {
                 library.barrier();
             }
             self.stats.stages += 1;
+        }
+        if let (Some(counting), Some(trace)) = (counting, &self.options.trace) {
+            trace.end(counting);
         }
         Ok(())
     }
@@ -232,7 +271,9 @@ impl SoftDriver {
         let Some(library) = library else { return Ok(()) };
         let text = self.libraries.values().find(|(_, l)| Arc::ptr_eq(l, &library));
         let Some((text, _)) = text else { return Ok(()) };
-        let runner = self.options.compiler.runner(&text.source, sanitizer).map_err(|e| {
+        let kernels: Vec<&str> = list.dispatches.iter().map(|d| d.kernel).collect();
+        let source = only(&kernels) + &text.source;
+        let runner = self.options.compiler.runner(&source, sanitizer).map_err(|e| {
             DriverError::Compile { device: self.options.profile.name.clone(), log: e.0 }
         })?;
         for (buffer, data) in job.run(&runner)? {
@@ -277,11 +318,13 @@ impl Driver for SoftDriver {
         let buffer = Buffer(self.next_buffer);
         self.next_buffer += 1;
         self.buffers.insert(buffer, (size, memory));
+        self.names.insert(buffer, what.to_owned());
         Ok(buffer)
     }
 
     fn release(&mut self, buffer: Buffer) {
         self.buffers.remove(&buffer);
+        self.names.remove(&buffer);
     }
 
     fn write(&mut self, buffer: Buffer, offset: u64, data: &[u8]) -> Result<(), DriverError> {
@@ -346,11 +389,16 @@ impl Driver for SoftDriver {
         if list.pipelines.len() != list.dispatches.len() {
             return Err(DriverError::Invalid("a dispatch has no pipeline".into()));
         }
+        // A library counts all that ran on this thread, for other drivers too.
+        let threads = |driver: &Self| -> u64 {
+            driver.libraries.values().map(|(_, library)| library.stats()[0]).sum()
+        };
+        let before = threads(self);
         match self.options.sanitizer {
             Some(sanitizer) => self.run_apart(list, sanitizer)?,
             None => self.run_here(list)?,
         }
-        self.stats.threads = self.libraries.values().map(|(_, library)| library.stats()[0]).sum();
+        self.stats.threads += threads(self) - before;
         self.submissions += 1;
         self.stats.submissions = self.submissions;
         Ok(Submission(self.submissions))

@@ -32,13 +32,7 @@ impl Fault {
     /// The text without the barrier, for some of its kernels; `None`: the text is as it was.
     pub(crate) fn text(&self, text: &Text, kernels: &[&str]) -> Option<Text> {
         let Self::Barrier { file, line } = self else { return None };
-        let mut kernels = kernels.to_vec();
-        kernels.sort_unstable();
-        kernels.dedup();
-        let mut source = String::from("#define EMU_ONLY 1\n");
-        for kernel in kernels {
-            source += &format!("#define EMU_KEEP_{kernel} 0,\n");
-        }
+        let mut source = only(kernels);
         let start = format!("#line 1 \"{file}\"");
         let mut left = None;
         for text_line in text.source.lines() {
@@ -66,6 +60,15 @@ impl Fault {
         }
         stages
     }
+}
+
+/// What makes a text one of these kernels alone, in front of it: fewer cost a compiler less.
+pub(crate) fn only(kernels: &[&str]) -> String {
+    let mut kernels = kernels.to_vec();
+    kernels.sort_unstable();
+    kernels.dedup();
+    let keep = kernels.iter().map(|kernel| format!("#define EMU_KEEP_{kernel} 0,\n"));
+    ["#define EMU_ONLY 1\n".into()].into_iter().chain(keep).collect()
 }
 
 #[cfg(test)]

@@ -10,10 +10,12 @@ mod compile;
 mod driver;
 mod fault;
 mod sanitize;
+mod trace;
 
 pub use compile::{
-    Access, Cell, CompileError, Compiler, Library, Place, Signature, TENSORS, TrackedRange,
+    Access, Cell, CompileError, Compiler, Counts, Library, Place, Signature, TENSORS, TrackedRange,
 };
 pub use driver::{Options, SoftDriver, Stats};
 pub use fault::Fault;
 pub use sanitize::Sanitizer;
+pub use trace::{Class, Touched, Trace, Traced};

@@ -367,6 +367,27 @@ fn decode_agrees_with_the_reference() {
     }
 }
 
+/// Few kernel threads, for sanitizers and barriers left out.
+#[test]
+fn small_decode_in_every_form() {
+    let base = Scene { gated: true, ..scene(4, 1, 64, &ones(&[70])) };
+    for off in [&[][..], &["pack_heads"], &["coalesced_kv"], &["pack_heads", "coalesced_kv"]] {
+        base.without(off).check();
+    }
+}
+
+#[test]
+fn small_prompts_in_every_form() {
+    scene(2, 1, 64, &[(9, 30)]).check();
+    scene(12, 1, 32, &[(11, 3)]).check();
+}
+
+#[test]
+fn small_prompts_by_mma() {
+    let base = scene(2, 1, 64, &[(18, 20)]);
+    Scene { platform: Platform::Cuda, prelude: mma::PRELUDE, ..base }.check();
+}
+
 #[test]
 fn packing_and_reading_order_change_no_bit() {
     for (heads_per_kv, kv_heads, head_dim) in SHAPES {

@@ -357,6 +357,14 @@ fn the_fused_chain_is_the_separate_kernels() {
     near(&numbers(&fused_state.0), &numbers(&state.0), 0.02);
 }
 
+/// Few kernel threads, for sanitizers and barriers left out.
+#[test]
+fn small_decode() {
+    let (fused, ..) = chunked(&form(&[], 8), &[1, 1]);
+    let (apart, ..) = chunked(&form(&["fuse_scan_norm"], 8), &[1, 1]);
+    near(&fused, &apart, 0.01);
+}
+
 #[test]
 fn slots_of_either_parity_in_one_step() {
     let plain = form(&[], 4);

@@ -147,7 +147,7 @@ fn many_blocks_of_rows() {
 /// The norm in front, the sum behind and the gated pair have the bits of the kernels that they replace.
 #[test]
 fn fused_forms_have_the_bits_of_the_chain() {
-    for (cols, rows, profile) in [
+    fused_forms(&[
         (64, 1, "softgpu"),
         (192, 2, "softgpu"),
         (1088, 3, "softgpu"),
@@ -157,7 +157,17 @@ fn fused_forms_have_the_bits_of_the_chain() {
         (64, 1, "h200"),
         (2048, 2, "h200"),
         (4096, 1, "h200"),
-    ] {
+    ]);
+}
+
+/// Few kernel threads, for sanitizers and barriers left out.
+#[test]
+fn small_fused_forms() {
+    fused_forms(&[(64, 2, "softgpu")]);
+}
+
+fn fused_forms(sizes: &[(usize, usize, &str)]) {
+    for &(cols, rows, profile) in sizes {
         let mut rng = Seeded::new(&format!("fused {cols} {rows}"));
         let specs: Vec<_> = [(Q4, 50), (Q4, 50), (Q8, 7), (F32, 1), (Q4, 21)]
             .into_iter()

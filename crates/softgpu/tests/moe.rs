@@ -328,6 +328,14 @@ fn the_fused_chain_is_the_operations_one_by_one() {
     }
 }
 
+/// Few kernel threads, for sanitizers and barriers left out.
+#[test]
+fn small_fused_chain() {
+    let sizes = Chain { rows: 1, format: Q4, cols: 64, shared_cols: 64 };
+    let [fused, apart] = chain(&mut rig(), &sizes);
+    close("small", &fused, &apart, 3e-3);
+}
+
 #[test]
 fn a_fused_rows_bits_do_not_depend_on_the_number_of_rows() {
     let of = |rows| {

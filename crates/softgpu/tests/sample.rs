@@ -169,36 +169,42 @@ fn draws_equal_the_rule() {
 #[test]
 fn crowded_bins() {
     let mut draws = Vec::new();
-    for (i, spread) in [0.0, 1e-6, 1e-3, 0.05, 1.0, 1.0, 1e-3].into_iter().enumerate() {
+    for i in 0..CROWDS.len() {
         for top_k in [0, 700, 2500] {
-            let mut unit = Seeded::new(&format!("crowd {i}"));
-            let step = if i == 5 { 0.05 } else { 0.0 };
-            let logits = (0..5000)
-                .map(|_| {
-                    let x = unit.unit() * spread;
-                    let x = if step > 0.0 { (x / step).round() * step } else { x };
-                    // Most are one: narrowed by keys and then by ids.
-                    if i == 6 && unit.unit() < 0.99 { 0.0 } else { x }
-                })
-                .collect();
-            let temperature = if i % 2 == 0 { 1.0 } else { 30.0 };
-            let top_p = if i % 3 == 0 { 1.0 } else { 0.6 };
-            let params =
-                SampleParams { temperature, top_k, top_p, seed: 5, ..SampleParams::GREEDY };
-            let counts = TokenCounts::new();
-            for index in 0..4 {
-                draws.push(Draw {
-                    logits: Vec::clone(&logits),
-                    params: params.clone(),
-                    counts: counts.clone(),
-                    bias: vec![],
-                    index,
-                    tops: NONE,
-                });
-            }
+            draws.extend((0..4).map(|index| crowd(i, top_k, index)));
         }
     }
     check(&draws, 3);
+}
+
+/// How far the logits of a crowd lie apart.
+const CROWDS: [f32; 7] = [0.0, 1e-6, 1e-3, 0.05, 1.0, 1.0, 1e-3];
+
+fn crowd(i: usize, top_k: u32, index: u32) -> Draw {
+    let mut unit = Seeded::new(&format!("crowd {i}"));
+    let step = if i == 5 { 0.05 } else { 0.0 };
+    let logits = (0..5000)
+        .map(|_| {
+            let x = unit.unit() * CROWDS[i];
+            let x = if step > 0.0 { (x / step).round() * step } else { x };
+            // Most are one: narrowed by keys and then by ids.
+            if i == 6 && unit.unit() < 0.99 { 0.0 } else { x }
+        })
+        .collect();
+    let temperature = if i.is_multiple_of(2) { 1.0 } else { 30.0 };
+    let top_p = if i.is_multiple_of(3) { 1.0 } else { 0.6 };
+    let params = SampleParams { temperature, top_k, top_p, seed: 5, ..SampleParams::GREEDY };
+    Draw { logits, params, counts: TokenCounts::new(), bias: vec![], index, tops: NONE }
+}
+
+/// Few kernel threads, for sanitizers and barriers left out.
+#[test]
+fn small_draws() {
+    let mut draws: Vec<Draw> = (0..6).map(|round| random(300, round)).collect();
+    draws[0].tops = 5;
+    check(&draws, 5);
+    check(&[crowd(2, 700, 0)], 6);
+    check(&[crowd(6, 2500, 1)], 7);
 }
 
 /// The real model's vocabulary.

@@ -160,14 +160,11 @@ impl GpuProgram {
             .record(&kind, tables, &self.io)
             .map_err(|e| StepError::from(Refusal::Invalid(e)))?;
         let reuse = self.recording.tuning().reuse_buffers;
-        let bytes = scratch.place(&mut list, self.arena, reuse);
+        let bytes = scratch.place(&mut list.clone(), self.arena, reuse);
         if bytes > self.arena_bytes {
-            return Err(Refusal::Invalid(format!(
-                "the step needs {bytes} bytes of scratch, {} were planned",
-                self.arena_bytes
-            ))
-            .into());
+            self.grow_arena(bytes)?;
         }
+        scratch.place(&mut list, self.arena, reuse);
         self.scratch_high = self.scratch_high.max(bytes);
         list.inputs = vec![self.memory.inputs(kind.tables)];
         list.outputs = vec![self.io.outputs(kind.tables)];
@@ -182,6 +179,19 @@ impl GpuProgram {
         }
         self.lists.insert(kind, list.clone());
         Ok(list)
+    }
+
+    /// A larger arena. It was planned from the largest steps, but how values fill it is no monotonous function of their sizes.
+    /// Nothing lives there between lists, and lists in flight keep the old one.
+    fn grow_arena(&mut self, bytes: u64) -> Result<(), StepError> {
+        let arena = self
+            .driver
+            .allocate("scratch", bytes, Placement::Device)
+            .map_err(|e| StepError::from(Refusal::Invalid(e.to_string())))?;
+        self.driver.release(std::mem::replace(&mut self.arena, arena));
+        self.arena_bytes = bytes;
+        self.lists.clear();
+        Ok(())
     }
 
     /// A driver's error in a step of `slots`: they are poisoned; a lost device stays lost.

@@ -1,0 +1,206 @@
+//! What a decode step of the real widths loads and stores, counted access by access: weights once, K and V as often as heads that are
+//! not packed together need them, whole lines.
+
+mod slice;
+
+use std::sync::Arc;
+
+use lily_gpu::args::KernelArgs;
+use lily_gpu::text::platform_header;
+use lily_gpu::upload::SlabLayout;
+use lily_gpu::{
+    Access, Binding, Buffer, Driver, Operand, Placement, Platform, Profile, Recorder, Text, Tuning,
+    kernel_args,
+};
+use lily_ops::{Op, Plan, WeightFormat};
+use lily_softgpu::{Class, Compiler, Counts, Options, SoftDriver, Trace, Traced};
+
+/// Tokens before the traced one: not a whole number of pages, nor of splits.
+const POSITION: usize = 1000;
+
+fn trace(profile: &str, tuning: Tuning, position: usize) -> Traced {
+    let trace = Trace::default();
+    let options = Options {
+        profile: Profile { platform: Platform::Host, ..Profile::named(profile).expect("known") },
+        compiler: Compiler::tracing(),
+        trace: Some(trace.clone()),
+        ..Options::default()
+    };
+    let vectors = vectors(&slice::plan(), options.profile.max_buffer);
+    let mut program = slice::program(options, tuning, position);
+    trace.start(vectors);
+    slice::step(&mut *program);
+    trace.stop()
+}
+
+/// Where norms' weights, taps and the constants of gates lie in the slab.
+fn vectors(plan: &Plan, max_buffer: u64) -> Vec<std::ops::Range<u64>> {
+    let layout = SlabLayout::new(plan, max_buffer).expect("a layout");
+    assert_eq!(layout.slabs.len(), 1, "one slab");
+    let taps: Vec<_> = plan
+        .nodes()
+        .filter_map(|n| match &n.op {
+            Op::CausalConv(op) => Some(op.weight.0 as usize),
+            _ => None,
+        })
+        .collect();
+    let mut ranges: Vec<_> = layout
+        .weights(plan, &[Buffer(0)])
+        .iter()
+        .zip(&plan.weights)
+        .enumerate()
+        .filter(|(i, (_, spec))| {
+            matches!(spec.format, WeightFormat::Dense(_)) && (spec.rows == 1 || taps.contains(i))
+        })
+        .map(|(_, (weight, spec))| {
+            let start = u64::from(weight.matrix.codes) * 16;
+            start..start + (spec.matrices * spec.rows * spec.cols * 4) as u64
+        })
+        .collect();
+    ranges.sort_by_key(|r| r.start);
+    ranges
+}
+
+/// A line of the table in docs/kernels.md for each class.
+fn print(what: &str, traced: &Traced) {
+    for (class, [loaded, stored]) in &traced.unique {
+        let t = traced.total(*class);
+        println!(
+            "| {what} | {class:?} | {:.2} MB | {:.3} | {:.3} | {:.2} MB | {:.3} |",
+            *loaded as f64 / 1e6,
+            traced.times_loaded(*class),
+            t.loads.lines_ratio(),
+            *stored as f64 / 1e6,
+            t.stores.lines_ratio(),
+        );
+    }
+}
+
+/// What holds of every decode step, however heads and reads are cut.
+fn check(what: &str, traced: &Traced) {
+    print(what, traced);
+    let weights = traced.times_loaded(Class::Weights);
+    assert!((1.0..=1.01).contains(&weights), "{what}: weights are loaded {weights} times");
+    let state = traced.times_loaded(Class::State);
+    assert!((1.0..=1.01).contains(&state), "{what}: the state is loaded {state} times");
+    for class in [Class::Weights, Class::State] {
+        let lines = traced.total(class).loads.lines_ratio();
+        assert!(lines <= 1.1, "{what}: {class:?} in {lines} of the fewest lines");
+    }
+    assert!(traced.total(Class::State).stores.lines_ratio() <= 1.1, "{what}: state stored");
+    assert_eq!(traced.total(Class::Weights).stores.accesses, 0, "{what}: weights are written");
+}
+
+fn check_cache(what: &str, traced: &Traced, position: usize, times: f64, coalesced: bool) {
+    // K and V of two KV heads of 256 elements, of every token and the step's own.
+    let [loaded, stored] = traced.unique[&Class::Cache];
+    assert_eq!((loaded, stored), ((position as u64 + 1) * 2048, 2048), "{what}");
+    let got = traced.times_loaded(Class::Cache);
+    assert!((got - times).abs() < 0.005, "{what}: K and V are loaded {got} times");
+    let lines = traced.total(Class::Cache).loads.lines_ratio();
+    assert!(if coalesced { lines <= 1.1 } else { lines >= 4.0 }, "{what}: {lines} lines");
+}
+
+#[test]
+#[ignore = "needs clang++-22; .ci/gpu-checks runs it"]
+fn a_decode_step_loads_what_it_must() {
+    for profile in ["h200", "m4-max"] {
+        for (off, kernel, times, coalesced) in [
+            ("nothing", "attention_split", 2.0, true),
+            ("pack_heads", "attention_split_unpacked", 8.0, true),
+            ("coalesced_kv", "attention_split_strided", 2.0, false),
+        ] {
+            let what = format!("{profile} without {off}");
+            let traced = trace(profile, Tuning::without(off).unwrap_or_default(), POSITION);
+            assert!(traced.kernels.contains_key(&(kernel, Class::Cache)), "{what}");
+            check(&what, &traced);
+            check_cache(&what, &traced, POSITION, times, coalesced);
+        }
+    }
+}
+
+/// Where splits are whole pages.
+#[test]
+#[ignore = "needs clang++-22; .ci/gpu-checks runs it"]
+fn a_long_context_too() {
+    let traced = trace("h200", Tuning::default(), 32_800);
+    assert!(traced.kernels.contains_key(&("attention_fixed", Class::Cache)));
+    check("h200 at 32,800 tokens", &traced);
+    check_cache("h200 at 32,800 tokens", &traced, 32_800, 2.0, true);
+}
+
+kernel_args! {
+    /// Of the planted kernels.
+    pub struct PlantArgs { stride: u32, times: u32 }
+}
+
+/// Each lane reads four words `times` times, `stride` words from the next lane's; the last lane reads one more and writes one.
+const PLANTED: &str = "
+KERNEL(planted, 64, IN(0, uint, x), OUT(1, uint, y), ARGS(2, PlantArgs, p)) {
+  SHARED(uint, t, 64);
+  uint sum = 0;
+  for (uint i = 0; i < p.times; i++) {
+    const uint4 q = load4(x + k_thread.x * p.stride);
+    t[k_thread.x] = q.x + q.w;
+    tg_barrier();
+    sum += t[63 - k_thread.x];
+    tg_barrier();
+  }
+  if (k_thread.x == 63) y[0] = sum + x[5];
+}
+";
+
+/// What the trace says of accesses that are known.
+#[test]
+#[ignore = "needs clang++-22; .ci/gpu-checks runs it"]
+fn planted_accesses_are_counted() {
+    let header = platform_header("platform_cpu.h").expect("the host's header");
+    let source = format!("{header}\n{}\n{PLANTED}", PlantArgs::declaration());
+    let text = Arc::new(Text { platform: Platform::Host, source });
+    // Stride, times; bytes of an access, lines of it.
+    for (stride, times, bytes, lines) in
+        [(4, 1, 512, 4), (4, 3, 512, 4), (0, 2, 16, 1), (2, 1, 264, 3), (32, 1, 512, 32)]
+    {
+        let trace = Trace::default();
+        let options = Options {
+            compiler: Compiler::tracing(),
+            trace: Some(trace.clone()),
+            ..Options::default()
+        };
+        let mut driver = SoftDriver::new(options);
+        let mut room = |what| {
+            let buffer = driver.allocate(what, 64 * 128, Placement::Device).expect("room");
+            Operand { buffer, offset: 0, bytes: 64 * 128, element: lily_ops::ElementType::U32 }
+        };
+        let bindings = vec![
+            Binding::new(room("weights"), Access::Read),
+            Binding::new(room("result"), Access::Write),
+        ];
+        let mut r = Recorder::default();
+        r.dispatch("planted", [1, 1, 1], 64, bindings, &PlantArgs { stride, times }, 0);
+        let mut list = r.finish(true);
+        list.pipelines = driver.pipelines(&text, &["planted"]).expect("it compiles");
+        trace.start(Vec::new());
+        driver.submit(&Arc::new(list)).expect("it runs");
+        let traced = trace.stop();
+        let accesses = 2 * u64::from(times);
+        let want = Counts {
+            bytes: accesses * bytes + 4,
+            accesses: accesses + 1,
+            lines: accesses * lines + 1,
+            ideal_lines: accesses * bytes.div_ceil(128) + 1,
+        };
+        let got = traced.total(Class::Weights);
+        assert_eq!(got.loads, want, "stride {stride}, {times} times");
+        let one = Counts { bytes: 4, accesses: 1, lines: 1, ideal_lines: 1 };
+        assert_eq!(traced.total(Class::Activations).stores, one);
+        // No lane has read word 5 where strides are none or wide.
+        let distinct = match stride {
+            0 => 20,
+            2 => 63 * 8 + 16,
+            32 => 64 * 16 + 4,
+            _ => 64 * 16,
+        };
+        assert_eq!(traced.unique[&Class::Weights], [distinct, 0]);
+    }
+}
