@@ -23,7 +23,17 @@ use metal_common::*;
 /// Every case of every operation, against the scalar reference.
 #[test]
 fn every_operation_agrees_with_the_reference() {
-    let (soft, open) = open(Caps::without_tensors());
+    every_operation(Caps::without_tensors());
+}
+
+/// The same with every access noted.
+#[test]
+fn every_operation_keeps_to_its_bindings() {
+    every_operation(Caps { tracked: true, ..Caps::without_tensors() });
+}
+
+fn every_operation(caps: Caps) {
+    let (soft, open) = open(caps);
     let mut driver = open().expect("the device opens");
     let only = std::env::var("CASES").unwrap_or_default();
     let mut failures = Vec::new();
