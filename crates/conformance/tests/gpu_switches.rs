@@ -5,10 +5,11 @@ mod watch;
 use std::path::Path;
 
 use lily_conformance::{Fixture, argmax_equal, max_abs, read_json};
-use lily_device::{Input, Limits, Output, Program, SegmentOut, SlotId, Step};
-use lily_gpu::Tuning;
+use lily_device::{Device, Input, Limits, Output, Program, SegmentOut, SlotId, Step};
+use lily_gpu::{Driver, GpuDevice, Profile, Tuning};
 use lily_model::{Model, Precision};
 use lily_ops::sample::SampleParams;
+use lily_softgpu::{Options, SoftDriver};
 use watch::{Log, prepare, prepare_ordered};
 
 const SLOT: SlotId = SlotId(0);
@@ -30,8 +31,8 @@ const NEAR: [&str; 5] =
     ["fuse_conv", "fuse_scan_norm", "fuse_experts_in", "fuse_experts_out", "fuse_qk_prep"];
 /// How near, as part of the logits' root mean square: on tiny-c that is 0.35, the bound of a GPU's distance from mlx-lm.
 const NEARNESS: f32 = 0.17;
-/// Needs 32K tokens and heads of 256 elements: see softgpu's tests/real_widths.rs.
-const ELSEWHERE: [&str; 1] = ["fixed_block"];
+/// The first two need 32K tokens and heads of 256 elements: see softgpu's tests/real_widths.rs; the last two a device with `mma.sync`.
+const ELSEWHERE: [&str; 3] = ["fixed_block", "matrix_attention", "matrix_gemv"];
 
 struct Ran {
     logits: Vec<f32>,
@@ -113,6 +114,33 @@ fn check(name: &str, model: &Model, tokens: &[u32], chunks: &[usize]) {
         let (logits, ids) = run(&mut *program, tokens, chunks);
         assert!(bits(&logits) == bits(&on.logits) && ids == on.ids, "{name}: seed {seed}");
     }
+}
+
+/// A device with `mma.sync` takes matrix units for few rows where two slots may share a step: near the products lane by lane. With one slot
+/// nothing changes.
+#[test]
+fn matrix_units_for_few_rows() {
+    let fixture = Fixture::open("tiny-c");
+    let model =
+        lily_model::load(&fixture.checkpoint, Precision::Standard).expect("the model loads");
+    let logits = |slots: usize, tuning: Tuning| {
+        let profile = Profile { mma: true, ..Profile::named("softgpu").expect("known") };
+        let options = Options { profile: profile.clone(), ..Options::default() };
+        let open = move || Ok(Box::new(SoftDriver::new(options.clone())) as Box<dyn Driver>);
+        let limits = Limits { outputs: 32, ..Limits::new(slots, 256, 32) };
+        let device = GpuDevice::new(profile, tuning, Box::new(open));
+        let program = device.prepare(model.plan.clone(), model.weights.clone(), limits);
+        run(&mut *program.expect("the plan is prepared"), &fixture.tokens, &[23, 10, 1, 1, 1]).0
+    };
+    let off = Tuning::without("matrix_gemv").expect("a switch");
+    let (on, plain) = (logits(2, Tuning::default()), logits(2, off));
+    let error = max_abs(&on, &plain);
+    let equal = argmax_equal(&on, &plain, model.plan.vocab);
+    println!("matrix units: max abs {error:.4}, top-1 equal {equal}");
+    assert!(error > 0.0 && error <= 0.35, "{error}");
+    assert!(equal * 10 >= on.len() / model.plan.vocab * 9, "{equal}");
+    assert_eq!(logits(1, Tuning::default()), logits(1, off));
+    assert_eq!(logits(1, off), plain, "the number of slots alone changes nothing");
 }
 
 #[test]

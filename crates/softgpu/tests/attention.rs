@@ -389,6 +389,17 @@ fn small_prompts_by_mma() {
 }
 
 #[test]
+fn small_pages_by_mma() {
+    let base = scene(8, 1, 256, &[(1, 20)]);
+    assert!(
+        Scene { mma: true, fixed_from: 16, ..base }
+            .check()
+            .launches
+            .contains_key("attention_fixed_units")
+    );
+}
+
+#[test]
 fn packing_and_reading_order_change_no_bit() {
     for (heads_per_kv, kv_heads, head_dim) in SHAPES {
         // With the fixed blocks too, where the shape has them.

@@ -109,38 +109,36 @@ fn many_blocks_of_rows() {
     for (cols, rows, mma) in
         [(1024, 1, false), (1024, 8, false), (2112, 5, false), (1024, 1, true), (2112, 8, true)]
     {
-        let mut rng = Seeded::new(&format!("many {cols} {rows}"));
-        let specs: Vec<_> = [(Q4, 1001), (Q8, 300), (if mma { BF16 } else { F32 }, 130)]
-            .map(|(f, n)| weight(&mut rng, f, n, cols))
-            .into();
-        let x: Vec<f32> = rng.activations(rows * cols, 1.5).into_iter().map(bf16).collect();
-        let mut rig = Rig::new(7, "softgpu");
-        rig.driver = lily_softgpu::SoftDriver::new(lily_softgpu::Options {
-            // One core: everything is one wave of it.
-            profile: lily_gpu::Profile {
-                cores: 1,
-                mma,
-                ..lily_gpu::Profile::named("softgpu").unwrap()
-            },
-            ..lily_softgpu::Options::default()
-        });
-        let weights = rig.weights(&specs);
-        let input = GemvInput { x: rig.bf16(&x), norm: None, keep: None, rows: rows as u32 };
-        let outs: Vec<Operand> =
-            specs.iter().map(|(s, _)| rig.room(ElementType::F32, rows * s.rows)).collect();
-        let outputs: Vec<GemvOutput> =
-            weights.iter().zip(&outs).map(|(w, o)| store(w, *o)).collect();
-        let (kernels, _) = rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
-        assert_eq!(kernels[0] == "gemv_mma_2", mma);
-        for ((spec, w), out) in specs.iter().zip(&outs) {
-            let got = rig.get_f32(*out, rows * spec.rows);
-            close(
-                &format!("{cols} columns, {} rows", spec.rows),
-                &got,
-                &product(spec, w, &x),
-                2e-5,
-            );
-        }
+        // Matrix units take no f32.
+        let rare = if mma { BF16 } else { F32 };
+        blocks(cols, rows, mma, &[(Q4, 1001), (Q8, 300), (rare, 130)]);
+    }
+}
+
+/// On one core: everything is one wave of it.
+fn blocks(cols: usize, rows: usize, mma: bool, matrices: &[(WeightFormat, usize)]) {
+    let mut rng = Seeded::new(&format!("many {cols} {rows}"));
+    let specs: Vec<_> = matrices.iter().map(|(f, n)| weight(&mut rng, *f, *n, cols)).collect();
+    let x: Vec<f32> = rng.activations(rows * cols, 1.5).into_iter().map(bf16).collect();
+    let mut rig = Rig::new(7, "softgpu");
+    rig.driver = lily_softgpu::SoftDriver::new(lily_softgpu::Options {
+        profile: lily_gpu::Profile {
+            cores: 1,
+            mma,
+            ..lily_gpu::Profile::named("softgpu").unwrap()
+        },
+        ..lily_softgpu::Options::default()
+    });
+    let weights = rig.weights(&specs);
+    let input = GemvInput { x: rig.bf16(&x), norm: None, keep: None, rows: rows as u32 };
+    let outs: Vec<Operand> =
+        specs.iter().map(|(s, _)| rig.room(ElementType::F32, rows * s.rows)).collect();
+    let outputs: Vec<GemvOutput> = weights.iter().zip(&outs).map(|(w, o)| store(w, *o)).collect();
+    let (kernels, _) = rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
+    assert_eq!(kernels[0] == "gemv_mma_2", mma);
+    for ((spec, w), out) in specs.iter().zip(&outs) {
+        let got = rig.get_f32(*out, rows * spec.rows);
+        close(&format!("{cols} columns, {} rows", spec.rows), &got, &product(spec, w, &x), 2e-5);
     }
 }
 
@@ -164,6 +162,13 @@ fn fused_forms_have_the_bits_of_the_chain() {
 #[test]
 fn small_fused_forms() {
     fused_forms(&[(64, 2, "softgpu")]);
+}
+
+/// Likewise by matrix units, with simdgroups that share a tile and threadgroups that take several blocks.
+#[test]
+fn small_products_by_mma() {
+    fused_forms(&[(64, 2, "h200")]);
+    blocks(64, 2, true, &[(Q4, 200)]);
 }
 
 fn fused_forms(sizes: &[(usize, usize, &str)]) {
