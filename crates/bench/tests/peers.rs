@@ -154,7 +154,11 @@ mod programs {
     use super::*;
 
     fn script(path: &Path, text: &str) {
-        fs::write(path, format!("#!/bin/sh\n{text}")).unwrap();
+        // Another process writes it: a process that another test starts meanwhile would inherit a file open for
+        // writing, and such a file cannot be run.
+        let draft = path.with_extension("draft");
+        fs::write(&draft, format!("#!/bin/sh\n{text}")).unwrap();
+        assert!(std::process::Command::new("cp").args([&draft, path]).status().unwrap().success());
         fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
     }
 
