@@ -166,9 +166,11 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
   const uint packs = (HEADS_PER_KV + PACK - 1) / PACK, kv_head = group.y / packs, first = group.y % packs * PACK;
   const uint slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
   const bool fixed = FIXED && len >= p.fixed_from;
-  if (!FIXED && len >= p.fixed_from) return; // a slot of attention_fixed_units
   const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu), begin = group.x * size;
-  if (begin >= len) return; // the whole threadgroup, before any barrier: this slot has no such split
+  if (begin >= len || (!FIXED && len >= p.fixed_from)) { // a split that the slot does not have, or a slot of attention_fixed_units
+    inputs_ready();
+    return; // the whole threadgroup, before any barrier
+  }
   const uint end = begin + size < len ? begin + size : len;
   // The first tokens' K and V are on their way while this token's are still made.
   const uint soon = begin + simd * ATTENTION_TILE + lane % ATTENTION_TILE;

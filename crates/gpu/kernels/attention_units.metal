@@ -103,7 +103,10 @@ FN void unit_page(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf
 {
   const uint kv_head = group.y, slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
   const uint begin = group.x * PAGE_TOKENS;
-  if (begin >= len || len < p.fixed_from) return; // the whole threadgroup, before any barrier: this slot has no such page
+  if (begin >= len || len < p.fixed_from) { // a page that the slot does not have, or a slot of attention_split
+    inputs_ready();
+    return; // the whole threadgroup, before any barrier
+  }
   const uint end = min(begin + PAGE_TOKENS, len), first = begin + simd * UNIT_TILE;
   const ulong page = attention_row(pages, slot, p.max_pages, begin, p.kv_heads, kv_head);
   // The first tokens' K and V are on their way while this token's are still made.

@@ -62,7 +62,7 @@ struct Site { const void *key; size_t off, bytes; };
 struct Stats { uint64_t threads, switches, barriers, simd_ops; };
 struct World {
   std::vector<std::unique_ptr<Fiber>> f; Fiber *cur = nullptr; void *main_sp = nullptr; Body body; void *closure;
-  std::vector<Site> sites; std::vector<uint32_t> order; char error[512]; bool failed = false; char *arena; size_t used = 0, high = 32768; Stats s{};
+  std::vector<Site> sites; std::vector<uint32_t> order; char error[512]; bool failed = false, ready = false; char *arena; size_t used = 0, high = 32768; Stats s{};
   float slot[2][32][32][6]; uint32_t active[32]; float memo[32]; bool have[32]; void *tsan_main = nullptr, *fake_main = nullptr; const void *mstk = nullptr; size_t msz = 0;
   uint64_t hb_group[2], hb_simd[32][2], hb_end;
 #ifndef HAND
@@ -273,6 +273,7 @@ void multiply16(const float *v, float *d, const char *file, int line) {
     d[i] = sum;
   }
 }
+void ready() { W().ready = true; }
 uint32_t lane() { return W().cur->ids.lane; }
 uint32_t simd() { return W().cur->ids.simd; }
 #if defined(EMU_TRACE)
@@ -296,7 +297,11 @@ const char *lily_emu_launch(const char *name, const uint32_t *groups, uint32_t t
   const Entry *e = find(name); if (!e) return "there is no such kernel";
   World &w = W();
   if (threads == 0 || threads > e->max_threads) { w.failed = false; fail(w, "%u threads, the kernel takes at most %u", threads, e->max_threads); return w.error; }
+  w.ready = false;
   launch({groups[0], groups[1], groups[2]}, {threads, 1, 1}, e->body, slots, {seed, shuffle != 0});
+  // A kernel that starts early must not end before the one before it: the next one waits for this one alone.
+  if (w.ready) e->waits = true;
+  else if (e->waits && !w.failed) fail(w, "no threadgroup came to inputs_ready()");
   return w.failed ? w.error : nullptr;
 }
 // Ends a stage: what its dispatches wrote is visible to those of the next.

@@ -8,7 +8,7 @@ struct Ids { Dim3 group, thread, groups; uint32_t lane, simd; };
 typedef void (*Body)(void *closure, const Ids &);
 // A kernel of a text: registered by its KERNEL macro.
 struct Entry {
-  const char *name; Body body; uint32_t max_threads, slots, args_bytes; Entry *next;
+  const char *name; Body body; uint32_t max_threads, slots, args_bytes; Entry *next; mutable bool waits = false;
   static Entry *&head();
   Entry(const char *n, Body b, uint32_t m, uint32_t s, uint32_t a) : name(n), body(b), max_threads(m), slots(s), args_bytes(a), next(head()) { head() = this; }
 };
@@ -22,6 +22,7 @@ uint32_t max(uint32_t v, const char *file, int line);
 uint32_t min(uint32_t v, const char *file, int line);
 uint32_t exclusive_sum(uint32_t v, const char *file, int line);
 uint32_t shuffle(uint32_t v, uint32_t from, const char *file, int line);
+void ready();   // see lily_emu_launch
 void multiply16(const float ab[6], float d[4], const char *file, int line);   // pairs of bf16: four words of A, two of B
 void mma8(const float abc[6], float d[2], const char *file, int line);   // two elements a lane of A, B, C
 uint32_t lane();
