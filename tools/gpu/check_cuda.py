@@ -75,7 +75,7 @@ def main():
         parts = re.split(r"\.entry (\w+)", ptx)[1:]
         waiting = {name for name, body in zip(parts[::2], parts[1::2]) if "griddepcontrol.wait" in body}
         with open(arguments.early) as file:
-            listed = set(file.read().split())
+            listed = set(file.read().split()) & entries # some shapes do without a kernel
         wrong += [f"{name} waits for its inputs and is not listed as early" for name in sorted(waiting - listed)]
         wrong += [f"{name} is listed as early and does not wait for its inputs" for name in sorted(listed - waiting)]
     if not cubin.startswith(b"\x7fELF"):
