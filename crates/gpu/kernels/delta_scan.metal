@@ -158,10 +158,10 @@ template <uint R> FN void scan_norm_head(const DEVICE bf16 *qkv, const DEVICE fl
   const uint gate = token * p.heads + head;
   const ulong to = ulong(gate) * VALUE_DIM;
   float norm[VALUE_LANE_DIM], gates[VALUE_LANE_DIM];
-  // z was made two stages ago.
   delta_rows_load<R>(states + state_base(headers, slot, 0, p.state_words) + at, s, lane);
-  if (simd == 0) gated_norm_load(z + to, weight, norm, gates, lane);
+  if (simd == 0) for (uint i = lane * 8; i < VALUE_DIM; i += 256) prefetch(weight + i);
   inputs_ready();
+  if (simd == 0) gated_norm_load(z + to, weight, norm, gates, lane);
   const DEVICE bf16 *line = qkv + ulong(token) * p.channels, *q_at = line + head / VALUE_HEADS_PER_KEY * KEY_DIM + lane * LANE_DIM;
   lane_values<LANE_DIM>(q_at, q);
   lane_values<LANE_DIM>(q_at + p.key_heads * KEY_DIM, k);

@@ -60,7 +60,7 @@ FN void load_experts(const DEVICE uint *slab, CONSTANT ExpertsSumArgs &p, const 
 #pragma unroll
   for (uint e = 0; e < 8; e++) {
     if (first + e >= p.k) continue;
-    const Rows rows = rows_of(slab, p.down, ids[first + e]);
+    const Rows rows = rows_of(slab, p.down, load_ahead(ids + first + e));
     load_packet<F>(rows, col, packets, i, q + e * 8, affine + e * 2);
   }
 }

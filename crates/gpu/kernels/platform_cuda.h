@@ -10,7 +10,7 @@ typedef unsigned long long ulong;
 #define THREAD
 #define FN static __device__ __forceinline__
 #define IN(i, T, name)   const T *name // not __restrict__: such loads may move ahead of inputs_ready()
-#define OUT(i, T, name)  T *__restrict__ name
+#define OUT(i, T, name)  T *name
 #define ARGS(i, T, name) const __grid_constant__ T name
 #define SHARED(T, name, n) __shared__ __align__(16) T name[n]
 #define KERNEL(name, maxthreads, ...) extern "C" __global__ void __launch_bounds__(maxthreads) name(__VA_ARGS__)
@@ -47,6 +47,8 @@ FN void inputs_ready() { asm volatile("griddepcontrol.wait;\ngriddepcontrol.laun
 #else
 FN void inputs_ready() {}
 #endif
+// What a stage before the last one wrote, read ahead of inputs_ready(): past the first-level cache, where an older line may lie.
+FN uint load_ahead(const uint *p) { uint x; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
 FN void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #define tg_barrier() __syncthreads()
 #define simd_fence() __syncwarp()

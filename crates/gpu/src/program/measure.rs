@@ -101,6 +101,10 @@ impl GpuProgram {
         if !list.breaks.is_empty() {
             return Err("steps whose routing is the host's are not measured".into());
         }
+        // It turns keys where they lie: once more would turn them further.
+        if list.dispatches.iter().any(|d| d.kernel == "attention_rotate_k") {
+            return Err("steps without fuse_qk_prep are not measured".into());
+        }
         let bytes = scratch.place(&mut list.clone(), Buffer(u32::MAX >> 2), false);
         let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
         list.pipelines = self.driver.pipelines(&self.text, &kernels).map_err(|e| e.to_string())?;
