@@ -10,6 +10,29 @@ use crate::text::Text;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Buffer(pub u32);
 
+impl Buffer {
+    /// The buffer's memory, if there is one and `len` bytes from `offset` on lie in its `bytes`.
+    pub fn range<M>(
+        self,
+        memory: Option<M>,
+        bytes: impl Fn(&M) -> u64,
+        offset: u64,
+        len: u64,
+    ) -> Result<M, DriverError> {
+        let Some(memory) = memory else {
+            return Err(DriverError::Invalid(format!("buffer {} does not exist", self.0)));
+        };
+        let bytes = bytes(&memory);
+        match offset.checked_add(len) {
+            Some(end) if end <= bytes => Ok(memory),
+            _ => Err(DriverError::Invalid(format!(
+                "bytes {offset} + {len} of buffer {}, which has {bytes}",
+                self.0
+            ))),
+        }
+    }
+}
+
 /// A compiled kernel of a driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pipeline(pub u32);

@@ -170,17 +170,7 @@ impl MetalDriver {
     }
 
     fn memory(&self, buffer: Buffer, offset: u64, len: u64) -> Result<&Memory, DriverError> {
-        let memory = self
-            .buffers
-            .get(&buffer)
-            .ok_or_else(|| DriverError::Invalid(format!("buffer {} does not exist", buffer.0)))?;
-        match offset.checked_add(len) {
-            Some(end) if end <= memory.bytes => Ok(memory),
-            _ => Err(DriverError::Invalid(format!(
-                "bytes {offset} + {len} of buffer {}, which has {}",
-                buffer.0, memory.bytes
-            ))),
-        }
+        buffer.range(self.buffers.get(&buffer), |m| m.bytes, offset, len)
     }
 
     /// What Metal would not check, or would stop the program for.

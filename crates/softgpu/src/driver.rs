@@ -111,17 +111,7 @@ impl SoftDriver {
     }
 
     fn range(&self, buffer: Buffer, offset: u64, len: u64) -> Result<&(u64, Memory), DriverError> {
-        let entry = self
-            .buffers
-            .get(&buffer)
-            .ok_or_else(|| DriverError::Invalid(format!("buffer {} does not exist", buffer.0)))?;
-        match offset.checked_add(len) {
-            Some(end) if end <= entry.0 => Ok(entry),
-            _ => Err(DriverError::Invalid(format!(
-                "bytes {offset} + {len} of buffer {}, which has {}",
-                buffer.0, entry.0
-            ))),
-        }
+        buffer.range(self.buffers.get(&buffer), |entry| entry.0, offset, len)
     }
 
     fn random(&mut self) -> u32 {
