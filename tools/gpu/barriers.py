@@ -32,6 +32,7 @@ TESTS = {
     "gemv": [("gemv", "small_fused_forms"), ("conformance", "linear/q4-f32/8x2048->48")],
     "gemv_mma": [("gemv", "small_products_by_mma")],
     "moe_decode": [("moe", "small_fused_chain")],
+    "moe_mma": [("moe", "small_experts_by_mma"), ("moe", "one_threadgroup_takes_all_blocks")],
     "route": [("conformance", "experts_in/q4-f32/17/tile")],
     "sample": [("sample", "small_draws")],
     "tile_mma": [("tiles", "small_mma_sync")],

@@ -116,8 +116,7 @@ fn check(name: &str, model: &Model, tokens: &[u32], chunks: &[usize]) {
     }
 }
 
-/// A device with `mma.sync` takes matrix units for few rows where two slots may share a step: near the products lane by lane. With one slot
-/// nothing changes.
+/// A device with `mma.sync` takes matrix units for few rows: near the products lane by lane, and the same for any number of slots.
 #[test]
 fn matrix_units_for_few_rows() {
     let fixture = Fixture::open("tiny-c");
@@ -139,8 +138,7 @@ fn matrix_units_for_few_rows() {
     println!("matrix units: max abs {error:.4}, top-1 equal {equal}");
     assert!(error > 0.0 && error <= 0.35, "{error}");
     assert!(equal * 10 >= on.len() / model.plan.vocab * 9, "{equal}");
-    assert_eq!(logits(1, Tuning::default()), logits(1, off));
-    assert_eq!(logits(1, off), plain, "the number of slots alone changes nothing");
+    assert_eq!(logits(1, Tuning::default()), on, "the number of slots changes nothing");
 }
 
 #[test]

@@ -60,7 +60,6 @@ fn main() {
             .expect("an NVIDIA GPU");
     let profile = driver.profile().clone();
     // As a program does for so many slots.
-    tuning.matrix_gemv &= slots > 1;
     let layout = SlabLayout::new(&plan, profile.max_buffer).expect("slabs");
     let slabs: Vec<_> = layout
         .slabs

@@ -109,6 +109,21 @@ fn describe(e: &CudaError) -> String {
     format!("{} ({})", text(e.error_string()), text(e.error_name()))
 }
 
+/// Sets a kernel's shared memory.
+fn prepare(function: sys::CUfunction, name: &str) -> Result<(), CudaError> {
+    use sys::CUfunction_attribute_enum as A;
+    // A core that divides its memory otherwise for the next kernel must first be empty, so that kernels could not overlap.
+    let mut attributes = vec![(A::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)];
+    let large = lily_gpu::text::large_memory(name);
+    if large > 0 {
+        attributes.push((A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, large as i32));
+    }
+    // SAFETY: the function is of a loaded module.
+    attributes.into_iter().try_for_each(|(attribute, value)| unsafe {
+        result::function::set_function_attribute(function, attribute, value)
+    })
+}
+
 impl CudaDriver {
     /// The name of device `ordinal`, or why there is none.
     pub fn device_name(ordinal: i32) -> Result<String, String> {
@@ -243,6 +258,7 @@ impl CudaDriver {
             threads: dispatch.threads,
             buffers,
             args: dispatch.args.clone(),
+            shared: lily_gpu::text::large_memory(dispatch.kernel),
             early: self.options.early_starts && lily_gpu::text::EARLY.contains(&dispatch.kernel),
         })
     }
@@ -486,6 +502,9 @@ impl Driver for CudaDriver {
                     // SAFETY: the module is loaded and stays so until the driver is dropped.
                     let function = unsafe { result::module::get_function(module, c_name) }
                         .map_err(|_| missing())?;
+                    prepare(function, name).map_err(|e| {
+                        failed(&self.profile.name, format!("{name}: {}", describe(&e)))
+                    })?;
                     self.kernels.push(Kernel { module: key, name, function });
                     self.kernels.len() - 1
                 }

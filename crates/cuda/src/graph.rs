@@ -17,6 +17,8 @@ pub(crate) struct Launch {
     pub buffers: Vec<sys::CUdeviceptr>,
     /// The argument struct.
     pub args: Vec<u8>,
+    /// Bytes of shared memory beside what the kernel declares.
+    pub shared: u32,
     /// The kernel waits for its inputs itself, so that it may start while the one before it runs.
     pub early: bool,
 }
@@ -36,7 +38,16 @@ impl Launch {
         let (grid, block) = ((x, y, z), (self.threads, 1, 1));
         // SAFETY: as many parameters as the kernel has: encoders and kernels agree on them, which the emulator
         // checks for each dispatch of each test; CUDA copies them during the call. The buffers live until the driver has synchronized.
-        unsafe { result::launch_kernel(self.function, grid, block, 0, stream, &mut self.params()) }
+        unsafe {
+            result::launch_kernel(
+                self.function,
+                grid,
+                block,
+                self.shared,
+                stream,
+                &mut self.params(),
+            )
+        }
     }
 }
 
@@ -77,7 +88,7 @@ impl Graph {
                     blockDimX: launch.threads,
                     blockDimY: 1,
                     blockDimZ: 1,
-                    sharedMemBytes: 0,
+                    sharedMemBytes: launch.shared,
                     kernelParams: params.as_mut_ptr(),
                     extra: std::ptr::null_mut(),
                     kern: std::ptr::null_mut(),

@@ -17,7 +17,7 @@ FN void flash_load_transposed(THREAD uint (&r)[4], const TG bf16 *row)
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
-FN void flash_copy(TG uint *to, const DEVICE bf16 *from, bool there) { copy_async(shared_address(to), from, there); }
+FN void flash_copy(TG uint *to, const DEVICE bf16 *from, bool there) { copy_async(to, from, there); }
 FN void flash_wait() { copy_wait(); }
 #endif
 

@@ -49,11 +49,17 @@ inline uint pack2(float lo, float hi) { return uint(to_bf16(lo).u) | uint(to_bf1
 inline float code_number(uint x) { return float(x); }
 #define CODE_UP 1.0f
 #define CODE_DOWN 1.0f
+inline uint code_pair(uint v) { return pack2(float(v & 0xffffu), float(v >> 16)); }
+inline uint scale_pair(uint x, float s) { return pack2(as_f(x << 16) * s, as_f(x & 0xffff0000u) * s); }
+#define CODE_PAIR_UP 1.0f
+#define CODE_PAIR_DOWN 1.0f
+#define CODE_PAIR_BACK 1.0f
 inline uint tg_add(uint *p, uint x) { return __atomic_fetch_add(p, x, __ATOMIC_RELAXED); }
 #define IN(i, T, name)   const T *name
 #define OUT(i, T, name)  T *name
 #define ARGS(i, T, name) const T &name
 #define SHARED(T, name, n) static const char name##_site = 0; T (&name)[n] = *(T(*)[n])emu::shared(&name##_site, sizeof(T[n]), 16)
+#define SHARED_LARGE(T, name, n) static const char name##_site = 0; T (&name)[n] = *(T(*)[n])emu::shared_large(&name##_site, sizeof(T[n]), 16)
 template <class T> struct emu_arg; // void *const *slots -> argument
 template <class T> struct emu_arg<T *> { static T *get(void *s) { return (T *)s; } static constexpr int is_args = 0; };
 template <class T> struct emu_arg<const T &> { static const T &get(void *s) { return *(const T *)s; } static constexpr int is_args = sizeof(T); };
@@ -83,7 +89,17 @@ template <class... A> constexpr uint emu_args_bytes(void (*)(uint3, uint3, uint3
   static void name(uint3 k_group, uint3 k_thread, uint3 k_groups, uint k_lane, uint k_simd, __VA_ARGS__)
 FN void inputs_ready() { emu::ready(); }
 FN uint load_ahead(const uint *p) { return *p; }
+FN uint4 load_ahead4(const uint *p) { return load4(p); }
 template <class T> FN void prefetch(const T *) {}
+// Under way until it is waited for: what lies there meanwhile is no number.
+FN void copy_async(void *to, const void *from, bool there) { store4((uint *)to, ~0u, ~0u, ~0u, ~0u); emu::copy_async(to, there ? from : nullptr); }
+FN void copy_wait() {
+  void *to;
+  for (const void *from; emu::copied(to, from);) {
+    const uint4 v = from ? load4((const uint *)from) : uint4{0, 0, 0, 0};
+    store4((uint *)to, v.x, v.y, v.z, v.w);
+  }
+}
 #define tg_barrier() emu::barrier(__FILE__, __LINE__, false)
 #define simd_fence() emu::barrier(__FILE__, __LINE__, true)
 inline float emu_shuffle(float v, uint l, const char *f, int ln) { return as_f(emu::shuffle(as_u(v), l & 31, f, ln)); }

@@ -13,6 +13,8 @@ typedef unsigned long long ulong;
 #define OUT(i, T, name)  T *name
 #define ARGS(i, T, name) const __grid_constant__ T name
 #define SHARED(T, name, n) __shared__ __align__(16) T name[n]
+// More of it than a kernel's text may have: the driver sets it aside for the kernels of text::LARGE_MEMORY.
+#define SHARED_LARGE(T, name, n) extern __shared__ __align__(16) uint large_memory[]; T *const name = (T *)large_memory
 #define KERNEL(name, maxthreads, ...) extern "C" __global__ void __launch_bounds__(maxthreads) name(__VA_ARGS__)
 #define k_group  (uint3{blockIdx.x, blockIdx.y, blockIdx.z})
 #define k_groups (uint3{gridDim.x, gridDim.y, gridDim.z})
@@ -39,6 +41,19 @@ FN uint tg_add(uint *p, uint x) { return atomicAdd(p, x); } // what was there be
 FN float code_number(uint x) { return __uint_as_float(x); } // times 2^-149
 #define CODE_UP 2535301200456458802993406410752.0f          // 2^101
 #define CODE_DOWN 281474976710656.0f                        // 2^48
+// Two codes below 256, at the words' halves, as operands of mma16: the bits of a bf16 as they are, times 2^-133. What they are multiplied
+// with comes with CODE_PAIR_UP (and may be 2^26 at most); then all is CODE_PAIR_DOWN too small, until CODE_PAIR_BACK.
+FN uint code_pair(uint v) { return v; }
+// Both of a pair times a power of two.
+FN uint scale_pair(uint x, float s)
+{
+  uint r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(pack2(s, s)), "r"(0x80008000u));
+  return r;
+}
+#define CODE_PAIR_UP 2535301200456458802993406410752.0f // 2^101
+#define CODE_PAIR_DOWN 2.3283064365386963e-10f           // 2^-32
+#define CODE_PAIR_BACK 4294967296.0f
 FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
 FN float clamp(float x, float lo, float hi) { return fminf(fmaxf(x, lo), hi); }
 #if __CUDA_ARCH__ >= 900
@@ -49,6 +64,14 @@ FN void inputs_ready() {}
 #endif
 // What a stage before the last one wrote, read ahead of inputs_ready(): past the first-level cache, where an older line may lie.
 FN uint load_ahead(const uint *p) { uint x; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }
+FN uint4 load_ahead4(const uint *p) { uint4 x; asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p)); return x; }
+FN uint shared_address(const void *p) { return uint(__cvta_generic_to_shared(p)); }
+// 16 bytes from device to threadgroup memory, or zeros: there once the thread has come through copy_wait().
+FN void copy_async(void *to, const void *from, bool there)
+{
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(there ? 16u : 0u) : "memory");
+}
+FN void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 FN void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #define tg_barrier() __syncthreads()
 #define simd_fence() __syncwarp()

@@ -8,13 +8,6 @@
 #define TILE_WORDS(M, N) (2 * TILE_BUFFER(M, N) > (M) * ((N) + 4) ? 2 * TILE_BUFFER(M, N) : (M) * ((N) + 4))
 
 #ifdef K_CUDA
-FN uint shared_address(const TG void *p) { return uint(__cvta_generic_to_shared(p)); }
-// 16 bytes from device to shared memory, or zeros.
-FN void copy_async(uint to, const void *from, bool there)
-{
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16u : 0u) : "memory");
-}
-FN void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Four 8x8 matrices, whose rows lie where lanes 0 to 7, 8 to 15, ... say.
 FN void load_matrices(THREAD uint (&r)[4], uint from)
 {
@@ -52,7 +45,7 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
 
   Fetched next[ROWS_W];
 #pragma unroll
-  for (uint i = 0; i < ROWS_A; i++) copy_async(shared_address(to_a + i * AT_ONCE * (STRIDE / 2)), x[i] + (at < cols ? at : 0), at < cols);
+  for (uint i = 0; i < ROWS_A; i++) copy_async(to_a + i * AT_ONCE * (STRIDE / 2), x[i] + (at < cols ? at : 0), at < cols);
   if (at < cols)
 #pragma unroll
     for (uint j = 0; j < ROWS_W; j++) next[j] = fetch(rows[j], at);
@@ -71,7 +64,7 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
     if (k0 + STEP < cols) {
 #pragma unroll
       for (uint i = 0; i < ROWS_A; i++)
-        copy_async(shared_address(to_a + (buffer ^ 1) * BUFFER + i * AT_ONCE * (STRIDE / 2)), x[i] + (k < cols ? k : 0), k < cols);
+        copy_async(to_a + (buffer ^ 1) * BUFFER + i * AT_ONCE * (STRIDE / 2), x[i] + (k < cols ? k : 0), k < cols);
       if (k < cols)
 #pragma unroll
         for (uint j = 0; j < ROWS_W; j++) next[j] = fetch(rows[j], k);

@@ -77,6 +77,7 @@ impl Shape {
         ]
         .map(|(name, value)| format!("#define {name} {value}u\n"))
         .concat()
+            + &LARGE_MEMORY.map(|(k, bytes)| format!("#define LARGE_{k} {}u\n", bytes / 4)).concat()
     }
 }
 
@@ -119,6 +120,7 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("route.metal"),
     kernel_file!("moe.metal"),
     kernel_file!("moe_decode.metal"),
+    kernel_file!("moe_mma.metal"),
     kernel_file!("attention_prep.metal"),
     kernel_file!("attention_decode.metal"),
     kernel_file!("attention_units.metal"),
@@ -144,7 +146,7 @@ pub fn is_tile_kernel(kernel: &str) -> bool {
 }
 
 /// Kernel files that are empty without `mma.sync`.
-const MMA_FILES: [&str; 2] = ["gemv_mma.metal", "attention_units.metal"];
+const MMA_FILES: [&str; 3] = ["gemv_mma.metal", "moe_mma.metal", "attention_units.metal"];
 
 /// The kernels of a platform's texts, in order.
 pub fn kernels(platform: Platform) -> Vec<String> {
@@ -203,14 +205,17 @@ pub const EARLY: &[&str] = &[
     "causal_conv",
     "conv_prep",
     "decode_experts",
+    "decode_experts_mma",
     "decode_experts_out",
+    "decode_experts_out_mma",
     "gemv_1x2",
     "gemv_1x4",
     "gemv_2x2",
     "gemv_4x2",
     "gemv_8x2",
     "gemv_mma_1",
-    "gemv_mma_2",
+    "gemv_mma_8",
+    "gemv_mma_8_wide",
     "rms_norm",
     "router_1024",
     "router_256",
@@ -220,6 +225,21 @@ pub const EARLY: &[&str] = &[
     "scan_norm_4",
     "scan_norm_8",
 ];
+
+/// Kernels with more threadgroup memory than a text may declare (CUDA: 48 KB), and its bytes: a driver that has them sets it aside at
+/// each launch.
+pub const LARGE_MEMORY: [(&str, u32); 5] = [
+    ("decode_experts_mma", 46_032),
+    ("decode_experts_out_mma", 51_696),
+    ("gemv_mma_1", 46_032),
+    ("gemv_mma_8", 75_456),
+    ("gemv_mma_8_wide", 109_760),
+];
+
+/// Bytes of threadgroup memory that a launch of the kernel sets aside.
+pub fn large_memory(kernel: &str) -> u32 {
+    LARGE_MEMORY.iter().find(|(name, _)| *name == kernel).map_or(0, |(_, bytes)| *bytes)
+}
 
 impl Text {
     /// The text of all kernels for a shape.
@@ -291,11 +311,18 @@ mod tests {
         let more = |platform| -> Vec<String> {
             kernels(platform).into_iter().filter(|name| !names.contains(name)).collect()
         };
-        let mma = ["gemv_mma_1", "gemv_mma_2", "attention_fixed_units"];
+        let mma = [
+            "gemv_mma_1",
+            "gemv_mma_8",
+            "gemv_mma_8_wide",
+            "decode_experts_mma",
+            "decode_experts_out_mma",
+            "attention_fixed_units",
+        ];
         assert_eq!(more(Platform::Host), mma);
         assert_eq!(
             (more(Platform::Cuda), kernels(Platform::Cuda).len()),
-            (mma.map(String::from).into(), names.len() + 2)
+            (mma.map(String::from).into(), names.len() + 5)
         );
         for name in
             ["fill_words", "gemm_q4_n64", "delta_scan_8", "flash_attention_16", "sample_pick"]

@@ -45,7 +45,9 @@ extern "C" void emu_switch(void **, void *);
 namespace emu {
 Entry *&Entry::head() { static Entry *h; return h; }
 enum St : uint8_t { RUN, AT_SIMD, AT_SIMDBAR, AT_BAR, DONE };
+struct Copy { void *to; const void *from; };
 struct Fiber {
+  Copy copies[64]; uint32_t copying = 0, taken = 0;
   void *sp = nullptr; char *stack = nullptr; Ids ids; St st; const char *file; int line, op; uint32_t parity, nbar, nsimd;
   void *tsan = nullptr, *fake = nullptr;
 #ifndef HAND
@@ -58,17 +60,19 @@ static const size_t STACK =
 #else
   64 << 10;
 #endif
+// Threadgroup memory: what a text may have, and what some GPUs give a kernel that asks for it.
+static const size_t SMALL = 32768, LARGE = 232448, ARENA = 256 << 10;
 struct Site { const void *key; size_t off, bytes; };
 struct Stats { uint64_t threads, switches, barriers, simd_ops; };
 struct World {
   std::vector<std::unique_ptr<Fiber>> f; Fiber *cur = nullptr; void *main_sp = nullptr; Body body; void *closure;
-  std::vector<Site> sites; std::vector<uint32_t> order; char error[512]; bool failed = false, ready = false; char *arena; size_t used = 0, high = 32768; Stats s{};
+  std::vector<Site> sites; std::vector<uint32_t> order; char error[512]; bool failed = false, ready = false; char *arena; size_t used = 0, high = SMALL; Stats s{};
   float slot[2][32][32][6]; uint32_t active[32]; float memo[32]; bool have[32]; void *tsan_main = nullptr, *fake_main = nullptr; const void *mstk = nullptr; size_t msz = 0;
   uint64_t hb_group[2], hb_simd[32][2], hb_end;
 #ifndef HAND
   ucontext_t main_uc;
 #endif
-  World() { arena = (char *)mmap(nullptr, 1 << 16, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0); }
+  World() { arena = (char *)mmap(nullptr, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0); }
 };
 static thread_local World *world __attribute__((tls_model("initial-exec")));
 static inline World &W() { if (__builtin_expect(!world, 0)) world = new World; return *world; }
@@ -161,10 +165,10 @@ static void launch(Dim3 G, Dim3 T, Body body, void *closure, const Options &o) {
   for (uint32_t g : w.order) {
     const Dim3 at = {g % G.x, g / G.x % G.y, g / G.x / G.y};
 #if defined(EMU_TSAN)
-    munmap(w.arena, 1 << 16); w.arena = (char *)mmap(nullptr, 1 << 16, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);   // new shadow: no false race with the last group
+    munmap(w.arena, ARENA); w.arena = (char *)mmap(nullptr, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);   // new shadow: no false race with the last group
 #endif
     poison(w.arena, w.high); w.high = w.used ? w.used : w.high; w.sites.clear(); w.used = 0;   // poison what the last group used
-    for (uint32_t i = 0; i < n; i++) { Fiber *f = w.f[i].get(); f->ids.group = at; f->st = RUN; f->file = ""; f->line = 0; f->parity = f->nbar = f->nsimd = 0; prepare(f); }
+    for (uint32_t i = 0; i < n; i++) { Fiber *f = w.f[i].get(); f->ids.group = at; f->st = RUN; f->file = ""; f->line = 0; f->parity = f->nbar = f->nsimd = f->copying = f->taken = 0; prepare(f); }
     w.s.threads += n;
     for (;;) {
       uint32_t first = 0;
@@ -195,12 +199,26 @@ static void launch(Dim3 G, Dim3 T, Body body, void *closure, const Options &o) {
     }
   }
 }
-void *shared(const void *site, size_t bytes, size_t align) {
+static void *shared_up_to(size_t most, const void *site, size_t bytes, size_t align) {
   World &w = W();
   for (auto &s : w.sites) if (s.key == site) return w.arena + s.off;
   size_t off = (w.used + align - 1) & ~(align - 1);
-  if (off + bytes > 32768) { fail(w, "more than 32 KiB of threadgroup memory"); end_fiber(w); }
+  if (off + bytes > most) { fail(w, "more than %zu KiB of threadgroup memory", most >> 10); end_fiber(w); }
   w.used = off + bytes; w.sites.push_back({site, off, bytes}); w.used = (w.used + 15) & ~(size_t)15; if (w.used > w.high) { poison(w.arena + w.high, w.used - w.high); w.high = w.used; } return w.arena + off;
+}
+void *shared(const void *site, size_t bytes, size_t align) { return shared_up_to(SMALL, site, bytes, align); }
+void *shared_large(const void *site, size_t bytes, size_t align) { return shared_up_to(LARGE, site, bytes, align); }
+// Copies are the kernel's, this list is not: ThreadSanitizer sees only the former.
+__attribute__((noinline, no_sanitize("thread"))) void copy_async(void *to, const void *from) {
+  World &w = W(); Fiber *f = w.cur;
+  if (f->copying == 64) { fail(w, "more than 64 copies under way"); end_fiber(w); }
+  f->copies[f->copying++] = {to, from};
+}
+__attribute__((noinline, no_sanitize("thread"))) bool copied(void *&to, const void *&from) {
+  Fiber *f = W().cur;
+  if (f->taken == f->copying) { f->taken = f->copying = 0; return false; }
+  to = f->copies[f->taken].to; from = f->copies[f->taken++].from;
+  return true;
 }
 void barrier(const char *file, int line, bool simd) {
   World &w = W(); Fiber *f = w.cur; f->file = file; f->line = line; f->st = simd ? AT_SIMDBAR : AT_BAR;
@@ -279,7 +297,7 @@ uint32_t simd() { return W().cur->ids.simd; }
 #if defined(EMU_TRACE)
 bool own_memory(const void *p) {
   const World &w = W(); const char *at = (const char *)p;
-  return size_t(at - w.cur->stack) < STACK || size_t(at - w.arena) < (1 << 16);
+  return size_t(at - w.cur->stack) < STACK || size_t(at - w.arena) < ARENA;
 }
 #endif
 }

@@ -13,6 +13,7 @@ struct Entry {
   Entry(const char *n, Body b, uint32_t m, uint32_t s, uint32_t a) : name(n), body(b), max_threads(m), slots(s), args_bytes(a), next(head()) { head() = this; }
 };
 void *shared(const void *site, size_t bytes, size_t align);      // one block per SHARED site per threadgroup, NaN-filled
+void *shared_large(const void *site, size_t bytes, size_t align); // more than 32 KiB
 void barrier(const char *file, int line, bool simd);
 // Simd operations: each waits for the whole simdgroup; a lane elsewhere is an error. Float sums in butterfly order.
 float sum(float v, const char *file, int line);
@@ -22,6 +23,9 @@ uint32_t max(uint32_t v, const char *file, int line);
 uint32_t min(uint32_t v, const char *file, int line);
 uint32_t exclusive_sum(uint32_t v, const char *file, int line);
 uint32_t shuffle(uint32_t v, uint32_t from, const char *file, int line);
+// Copies of a kernel thread that are under way; from is null for zeros. `copied` gives the next one, if there is one.
+void copy_async(void *to, const void *from);
+bool copied(void *&to, const void *&from);
 void ready();   // see lily_emu_launch
 void multiply16(const float ab[6], float d[4], const char *file, int line);   // pairs of bf16: four words of A, two of B
 void mma8(const float abc[6], float d[2], const char *file, int line);   // two elements a lane of A, B, C

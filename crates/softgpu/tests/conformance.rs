@@ -19,6 +19,14 @@ fn every_case_on_the_host() {
         *counts.entry(case.op().name()).or_default() += 1;
         let mut driver = SoftDriver::new(Options::default());
         failures.extend(check(&mut driver, &Tuning::default(), case).err());
+        // Once more by matrix units, where some take few rows.
+        let units = matches!(case.op(), Op::Linear(_) | Op::ExpertsIn(_) | Op::ExpertsOut(_));
+        if units && !repeats(case) {
+            let mut options = Options::default();
+            options.profile.mma = true;
+            let mut driver = SoftDriver::new(options);
+            failures.extend(check(&mut driver, &Tuning::default(), case).err());
+        }
     }
     println!("cases: {counts:?}");
     assert!(

@@ -80,7 +80,7 @@ fn bits_depend_on_the_row_and_the_matrix_alone() {
             let input = GemvInput { x: input, norm: None, keep: None, rows: rows as u32 };
             let (kernels, _) = rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
             assert_eq!(kernels.len(), 1);
-            assert_eq!(kernels[0].starts_with("gemv_mma"), profile == "h200");
+            assert_eq!(kernels[0].starts_with("gemv_mma"), profile == "h200" && cols <= 4096);
             outs.iter().zip(&specs).map(|(o, (s, _))| rig.get_f32(*o, rows * s.rows)).collect()
         };
         let all = run(0, 8, None);
@@ -135,7 +135,7 @@ fn blocks(cols: usize, rows: usize, mma: bool, matrices: &[(WeightFormat, usize)
         specs.iter().map(|(s, _)| rig.room(ElementType::F32, rows * s.rows)).collect();
     let outputs: Vec<GemvOutput> = weights.iter().zip(&outs).map(|(w, o)| store(w, *o)).collect();
     let (kernels, _) = rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
-    assert_eq!(kernels[0] == "gemv_mma_2", mma);
+    assert_eq!(kernels[0].starts_with("gemv_mma"), mma);
     for ((spec, w), out) in specs.iter().zip(&outs) {
         let got = rig.get_f32(*out, rows * spec.rows);
         close(&format!("{cols} columns, {} rows", spec.rows), &got, &product(spec, w, &x), 2e-5);
@@ -168,7 +168,7 @@ fn small_fused_forms() {
 #[test]
 fn small_products_by_mma() {
     fused_forms(&[(64, 2, "h200")]);
-    blocks(64, 2, true, &[(Q4, 200)]);
+    blocks(64, 2, true, &[(Q4, 900)]);
 }
 
 fn fused_forms(sizes: &[(usize, usize, &str)]) {

@@ -14,6 +14,13 @@ fn rig() -> Rig {
     Rig::new(text_of("", "", EXPERT_FILES))
 }
 
+/// Few rows by matrix units, if `mma`.
+fn rig_with(mma: bool) -> Rig {
+    let mut rig = rig();
+    rig.profile.mma = mma;
+    rig
+}
+
 /// The tables that the device makes, and those of the host.
 fn check_routes(rig: &mut Rig, what: &str, ids: &[u32], experts: u32, adaptive: bool) {
     rig.tuning.adaptive_tiles = adaptive;
@@ -172,7 +179,15 @@ fn experts_of_all_sizes() {
 
 /// Both projections of a layer; the results and the kernels.
 fn both(tuning: Tuning, rows: usize, host_tables: bool) -> ([Vec<f32>; 2], Vec<&'static str>) {
-    let mut rig = rig();
+    both_on(rig(), tuning, rows, host_tables)
+}
+
+fn both_on(
+    mut rig: Rig,
+    tuning: Tuning,
+    rows: usize,
+    host_tables: bool,
+) -> ([Vec<f32>; 2], Vec<&'static str>) {
     rig.tuning = tuning;
     let l = layer(&mut rig, rows);
     let inner = rig.empty(rows * K * WIDTH, ElementType::Bf16);
@@ -219,17 +234,34 @@ fn switches_of_grouped_experts_change_the_way_and_not_the_bits() {
 
 #[test]
 fn a_rows_bits_do_not_depend_on_the_number_of_rows() {
-    let ([inner, out], kernels) = both(Tuning::default(), 8, false);
-    assert_eq!(kernels, ["decode_experts", "decode_experts"]);
-    for rows in [1, 3, 5] {
-        let ([i, o], _) = both(Tuning::default(), rows, false);
-        assert_eq!(i[..], inner[..rows * K * WIDTH], "{rows} rows");
-        assert_eq!(o[..], out[..rows * K * 100], "{rows} rows");
+    let exact = both(Tuning::default(), 8, false).0;
+    for (mma, kernel) in [(false, "decode_experts"), (true, "decode_experts_mma")] {
+        let of = |tuning, rows| both_on(rig_with(mma), tuning, rows, false);
+        let ([inner, out], kernels) = of(Tuning::default(), 8);
+        assert_eq!(kernels, [kernel; 2]);
+        close("kernels", &inner, &exact[0], 0.02);
+        close("kernels", &out, &exact[1], 0.02);
+        for rows in [1, 3, 5] {
+            let ([i, o], _) = of(Tuning::default(), rows);
+            assert_eq!(i[..], inner[..rows * K * WIDTH], "{rows} rows");
+            assert_eq!(o[..], out[..rows * K * 100], "{rows} rows");
+        }
+        let (separate, kernels) = of(Tuning::without("fuse_experts_in").unwrap(), 8);
+        assert_eq!(kernels[..3], [kernel, kernel, "swiglu"]);
+        close("separate", &separate[0], &inner, 0.02);
+        close("separate", &separate[1], &out, 0.02);
     }
-    let (separate, kernels) = both(Tuning::without("fuse_experts_in").unwrap(), 8, false);
-    assert_eq!(kernels[..3], ["decode_experts", "decode_experts", "swiglu"]);
-    close("separate", &separate[0], &inner, 0.02);
-    close("separate", &separate[1], &out, 0.02);
+}
+
+/// A threadgroup that takes all blocks one after another makes the bits of many that take one each.
+#[test]
+fn one_threadgroup_takes_all_blocks() {
+    let of = |cores| {
+        let mut rig = rig_with(true);
+        rig.profile.cores = cores;
+        both_on(rig, Tuning::default(), 5, false).0
+    };
+    assert_eq!(of(1), of(1000));
 }
 
 struct Chain {
@@ -274,8 +306,9 @@ fn chain(rig: &mut Rig, c: &Chain) -> [Vec<f32>; 2] {
         residual,
         out,
     };
+    let units = rig.profile.mma && format == Q4 && cols.max(shared_cols) <= 512;
     let kernels = rig.run(|r, c, _| moe::decode_experts_out(r, c, &sum));
-    assert_eq!(kernels, ["decode_experts_out"]);
+    assert_eq!(kernels, [if units { "decode_experts_out_mma" } else { "decode_experts_out" }]);
     let fused = rig.read_f32(out);
 
     let routed = rig.empty(rows * k as usize * OUT, ElementType::Bf16);
@@ -311,15 +344,19 @@ fn chain(rig: &mut Rig, c: &Chain) -> [Vec<f32>; 2] {
 
 #[test]
 fn the_fused_chain_is_the_operations_one_by_one() {
-    let mut rig = rig();
-    for (format, cols, shared_cols) in [
-        (Q4, 64, 64),
-        (Q4, 192, 128),
-        (Q4, 512, 512),
-        (WeightFormat::Affine { bits: 8 }, 128, 64),
-        (WeightFormat::Dense(ElementType::Bf16), 64, 128),
-        (WeightFormat::Dense(ElementType::F32), 64, 64),
+    for (mma, format, cols, shared_cols) in [
+        (false, Q4, 64, 64),
+        (false, Q4, 192, 128),
+        (false, Q4, 512, 512),
+        (true, Q4, 64, 64),
+        (true, Q4, 192, 128),
+        (true, Q4, 512, 512),
+        (true, Q4, 576, 512),
+        (false, WeightFormat::Affine { bits: 8 }, 128, 64),
+        (true, WeightFormat::Dense(ElementType::Bf16), 64, 128),
+        (false, WeightFormat::Dense(ElementType::F32), 64, 64),
     ] {
+        let mut rig = rig_with(mma);
         for rows in [1, 5] {
             let [fused, apart] = chain(&mut rig, &Chain { rows, format, cols, shared_cols });
             // The operations round each expert's result to bf16.
@@ -336,13 +373,27 @@ fn small_fused_chain() {
     close("small", &fused, &apart, 3e-3);
 }
 
+/// The same by matrix units, and the first projection.
+#[test]
+fn small_experts_by_mma() {
+    let sizes = Chain { rows: 1, format: Q4, cols: 64, shared_cols: 64 };
+    let [fused, apart] = chain(&mut rig_with(true), &sizes);
+    close("small", &fused, &apart, 3e-3);
+    let [units, lanes] =
+        [true, false].map(|mma| both_on(rig_with(mma), Tuning::default(), 1, false).0);
+    close("small, in", &units[0], &lanes[0], 0.02);
+}
+
 #[test]
 fn a_fused_rows_bits_do_not_depend_on_the_number_of_rows() {
-    let of = |rows| {
-        chain(&mut rig(), &Chain { rows, format: Q4, cols: 64, shared_cols: 128 })[0].clone()
-    };
-    let eight = of(8);
-    for rows in [1, 2, 3, 7] {
-        assert_eq!(of(rows)[..], eight[..rows * 70], "{rows} rows");
+    for mma in [false, true] {
+        let of = |rows| {
+            let sizes = Chain { rows, format: Q4, cols: 64, shared_cols: 128 };
+            chain(&mut rig_with(mma), &sizes)[0].clone()
+        };
+        let eight = of(8);
+        for rows in [1, 2, 3, 7] {
+            assert_eq!(of(rows)[..], eight[..rows * 70], "{rows} rows");
+        }
     }
 }

@@ -143,39 +143,9 @@ fn tensor() -> Rig {
     Rig::with(text, Options { compiler, ..Options::default() })
 }
 
-/// Copies that are under way until they are waited for; ldmatrix and mma.sync as attention's tests have them.
-const ASYNC_COPIES: &str = r#"
-#include <atomic>
-#include <cstdlib>
-struct Copy { void *to; const void *from; bool there; };
-struct Copies { Copy all[32]; unsigned n; };
+/// ldmatrix and mma.sync as attention's tests have them.
+const MATRICES: &str = r#"
 template <class T> static T *shared_address(T *p) { return p; }
-// Of each thread of the host, of each kernel thread on it. Copies are the kernel's, this list is not: ThreadSanitizer sees only the former.
-#define UNSEEN __attribute__((noinline, no_sanitize("thread")))
-static Copies copies[16][1024];
-static std::atomic<unsigned> hosts{0};
-static thread_local unsigned host = 0;
-UNSEEN static Copies &own_copies() {
-  if (!host) host = hosts++ % 15 + 1;
-  return copies[host][emu::simd() * 32 + emu::lane()];
-}
-UNSEEN static void copy_async(void *to, const void *from, bool there) {
-  Copies &own = own_copies();
-  if (own.n == 32) abort();
-  own.all[own.n++] = {to, from, there};
-}
-UNSEEN static unsigned copies_left() { return own_copies().n; }
-UNSEEN static Copy take_copy() {
-  Copies &own = own_copies();
-  return own.all[--own.n];
-}
-static void copy_wait() {
-  while (copies_left()) {
-    const Copy c = take_copy();
-    if (c.there) memcpy(c.to, c.from, 16);
-    else memset(c.to, 0, 16);
-  }
-}
 template <class T> static void load_matrices(unsigned (&r)[4], const T *row) { flash_load(r, row); }
 "#;
 
@@ -185,7 +155,7 @@ fn mma_sync() {
 }
 
 fn mma_rig() -> Rig {
-    let prelude = [mma::PRELUDE, ASYNC_COPIES].concat();
+    let prelude = [mma::PRELUDE, MATRICES].concat();
     let files: Vec<&str> = FILES.iter().copied().chain(["tile_mma.h"]).collect();
     let mut rig = Rig::new(text_of("#define K_MMA 1\n", &prelude, &files));
     rig.profile.platform = Platform::Cuda;

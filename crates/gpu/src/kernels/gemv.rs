@@ -154,8 +154,8 @@ const SIMDS: u32 = 8;
 /// Whether a norm is worth repeating in every threadgroup of the launch, rather than being a kernel of its own: for few rows,
 /// and not for a launch as large as that of the logits.
 pub fn fuses_norm(profile: &Profile, rows: u32, simdgroups: u32, cols: u32) -> bool {
-    let (most_cols, most_rows) = if profile.mma { MMA_STAGED } else { (u32::MAX, 2) };
-    rows <= most_rows
+    let most_cols = if profile.mma { MMA_COLS } else { u32::MAX };
+    rows <= MMA_NORMED
         && cols <= most_cols
         && cols.is_multiple_of(8)
         && simdgroups <= profile.cores * 512
@@ -164,54 +164,72 @@ pub fn fuses_norm(profile: &Profile, rows: u32, simdgroups: u32, cols: u32) -> b
 /// Rows of a matrix that a simdgroup takes at once for the matrix units.
 const TILE_ROWS: u32 = 16;
 
-/// Columns of rows that `gemv_mma_…` normalizes on the way, and such rows.
-const MMA_STAGED: (u32, u32) = (4096, 2);
+/// Columns of rows that `gemv_mma_…` take, and rows that they normalize on the way.
+const MMA_COLS: u32 = 4096;
+const MMA_NORMED: u32 = 2;
+
+/// Simdgroups of a threadgroup of kernels for the matrix units.
+pub(crate) const MMA_SIMDS: u32 = 8;
+
+/// Threadgroups with one row of x that a core holds at once.
+pub(crate) const MMA_RESIDENT: u32 = 3;
+
+/// Whether matrix units can take products with rows of that many columns of x.
+pub(crate) fn mma_takes(c: &Context, cols: u32) -> bool {
+    c.profile.mma
+        && c.tuning.matrix_gemv
+        && cols.is_multiple_of(lily_ops::plan::GROUP as u32)
+        && cols <= MMA_COLS
+}
 
 /// Whether matrix units can take the launch.
 fn matrix_units(c: &Context, input: &GemvInput, outputs: &[GemvOutput]) -> bool {
-    let cols = outputs[0].weight.matrix.cols;
-    let staged = input.norm.is_none() || (cols <= MMA_STAGED.0 && input.rows <= MMA_STAGED.1);
-    c.profile.mma
-        && c.tuning.matrix_gemv
-        && staged
-        && cols.is_multiple_of(lily_ops::plan::GROUP as u32)
+    mma_takes(c, outputs[0].weight.matrix.cols)
+        && (input.norm.is_none() || input.rows <= MMA_NORMED)
         && outputs.iter().all(|o| o.weight.matrix.format <= 2)
 }
 
-/// Simdgroups that share a tile's columns: so many that a matrix of the real model fills the device. The matrix alone decides, since
-/// sums depend on it.
-pub fn split(matrix: &Matrix) -> u32 {
-    let tiles = matrix.rows.div_ceil(TILE_ROWS);
-    match tiles {
-        0..512 => 8,
-        512..2048 => 4,
-        _ => 1,
-    }
+/// Simdgroups that share a tile of 16 rows, each with slices of 256 bytes of a row: of a pair of matrices four at most, since both tiles are in
+/// one threadgroup. The matrix alone decides, since sums depend on it.
+pub(crate) fn split(matrix: &Matrix, paired: bool) -> u32 {
+    let slice = match matrix.format {
+        0 => 512,
+        1 => 256,
+        _ => 128,
+    };
+    let most = if paired { MMA_SIMDS / 2 } else { MMA_SIMDS };
+    matrix.cols.div_ceil(slice).next_power_of_two().min(most)
 }
 
-/// How a launch for the matrix units is cut.
-fn mma_policy(profile: &Profile, outputs: &[GemvOutput]) -> Policy {
-    let tasks = |o: &GemvOutput| {
-        let matrix = &o.weight.matrix;
-        matrix.rows.div_ceil(TILE_ROWS) * members(o) * split(matrix)
+/// Rows of a matrix that a threadgroup takes at once.
+pub(crate) fn mma_block(matrix: &Matrix, paired: bool) -> u32 {
+    MMA_SIMDS / split(matrix, paired) / if paired { 2 } else { 1 } * TILE_ROWS
+}
+
+/// How a launch for the matrix units is cut: `blocks` blocks of rows in all.
+fn mma_policy(profile: &Profile, x_rows: u32, cols: u32, blocks: u32) -> Policy {
+    // Threadgroups that a core holds at once: what they keep of x decides.
+    let (kernel, resident) = match (x_rows, cols) {
+        (1, _) => ("gemv_mma_1", MMA_RESIDENT),
+        (_, ..=2048) => ("gemv_mma_8", 3),
+        _ => ("gemv_mma_8_wide", 2),
     };
-    let needed: u32 = outputs.iter().map(tasks).sum();
-    let resident = profile.cores * (profile.threads_per_core / RESIDENT_SHARE / 32);
-    // Pairs of matrices need both tiles in one simdgroup; else two share what is read of x, where there is enough for all cores.
-    let pairs = outputs.iter().any(|o| members(o) == 2);
-    let (kernel, rows) =
-        if pairs || needed >= resident { ("gemv_mma_2", 2) } else { ("gemv_mma_1", 1) };
-    let total = needed.div_ceil(rows);
-    Policy { kernel, rows, simds: SIMDS, repeat: total.div_ceil(resident).max(1) }
+    // One wave: threadgroups that stay put x in its place once.
+    let repeat = blocks.div_ceil(profile.cores * resident).max(1);
+    Policy { kernel, rows: TILE_ROWS, simds: MMA_SIMDS, repeat }
+}
+
+/// Blocks of rows of an output.
+fn mma_blocks(output: &GemvOutput) -> u32 {
+    let matrix = &output.weight.matrix;
+    matrix.rows.div_ceil(mma_block(matrix, members(output) == 2))
 }
 
 /// The entry of an output whose threadgroups begin at `end`, which moves behind them.
 fn mma_entry(output: &GemvOutput, policy: Policy, end: &mut u32) -> GemvMatrix {
-    let split = split(&output.weight.matrix);
-    let block = SIMDS / split * policy.rows / members(output) * TILE_ROWS;
     let mut entry = matrix_entry(output, policy, &mut 0);
-    *end += entry.weight.rows.div_ceil(block * policy.repeat);
-    (entry.lanes, entry.end) = (split, *end);
+    *end += mma_blocks(output).div_ceil(policy.repeat);
+    (entry.lanes, entry.end) = (split(&output.weight.matrix, members(output) == 2), *end);
     entry
 }
 
@@ -246,8 +264,10 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     debug_assert!(keep.is_none() || norm.is_some());
     let needed = outputs.iter().map(|o| simdgroups(o.weight) * members(o)).sum();
     let units = matrix_units(c, &input, outputs);
-    let policy =
-        if units { mma_policy(c.profile, outputs) } else { policy(c.profile, rows, needed) };
+    let policy = match units {
+        true => mma_policy(c.profile, rows, cols, outputs.iter().map(mma_blocks).sum()),
+        false => policy(c.profile, rows, needed),
+    };
     let mut args = GemvArgs {
         rows,
         cols,
@@ -358,6 +378,46 @@ mod tests {
             let want = Policy { kernel, simds, repeat, rows: got.rows };
             assert_eq!(got, want, "{device}, {rows} rows, {simdgroups} simdgroups");
             assert!(kernel.ends_with(&got.rows.to_string()));
+        }
+    }
+
+    #[test]
+    fn matrix_units_policies() {
+        let h200 = Profile::named("h200").unwrap();
+        let matrix =
+            |rows, cols, format| Matrix { rows, cols, format, ..bytemuck::Zeroable::zeroed() };
+        for (rows, cols, format, paired, want) in [
+            // The real model: eight simdgroups have a slice of 256 bytes of a row each. In-projections and logits: two tiles.
+            (12_352, 2048, 0, false, (4, 32)),
+            // Out-projections: a tile.
+            (2048, 4096, 0, false, (8, 16)),
+            // Experts and the shared one: a tile of both matrices.
+            (512, 2048, 0, true, (4, 16)),
+            // The router's codes have 8 bits.
+            (256, 2048, 1, false, (8, 16)),
+            // Rows of less than a slice.
+            (100, 64, 0, false, (1, 128)),
+            (100, 64, 0, true, (1, 64)),
+            // Several slices a simdgroup; of a pair twice as many.
+            (100, 2048, 2, false, (8, 16)),
+            (100, 4096, 0, true, (4, 16)),
+        ] {
+            let m = matrix(rows, cols, format);
+            let got = (split(&m, paired), mma_block(&m, paired));
+            assert_eq!(got, want, "{rows}x{cols}, format {format}, paired: {paired}");
+        }
+        // H200, 128 threads a threadgroup, slices of 512 bytes: 1,900 us a step, as here 1,633; 8 slots 4,766 and 4,207.
+        for (rows, cols, blocks, want) in [
+            (1, 2048, 386, ("gemv_mma_1", 1)),
+            (1, 4096, 128, ("gemv_mma_1", 1)),
+            // Logits: threadgroups that stay.
+            (1, 2048, 7760, ("gemv_mma_1", 20)),
+            (2, 2048, 386, ("gemv_mma_8", 1)),
+            (8, 4096, 128, ("gemv_mma_8_wide", 1)),
+            (8, 4096, 1000, ("gemv_mma_8_wide", 4)),
+        ] {
+            let got = mma_policy(&h200, rows, cols, blocks);
+            assert_eq!((got.kernel, got.repeat), want, "{rows} rows of {cols}, {blocks} blocks");
         }
     }
 

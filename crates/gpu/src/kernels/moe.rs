@@ -27,7 +27,7 @@ kernel_args! {
         down: Matrix,
     }
 
-    /// Of `decode_experts`.
+    /// Of `decode_experts` and `decode_experts_mma`.
     pub struct ExpertsArgs {
         /// The projections, of gates if they are paired.
         a: Matrix,
@@ -35,13 +35,17 @@ kernel_args! {
         b: Matrix,
         /// Entries that share a row of activations.
         share: u32,
-        /// Lanes that share a row of the matrix.
+        /// Lanes that share a row of the matrix; of `decode_experts_mma` simdgroups that share a tile.
         lanes: u32,
         /// Whether the result is `silu(a) · b`.
         paired: u32,
+        /// Of `decode_experts_mma`: blocks of rows of a matrix.
+        blocks: u32,
+        /// Likewise: blocks of all entries.
+        tasks: u32,
     }
 
-    /// Of `decode_experts_out`.
+    /// Of `decode_experts_out` and `decode_experts_out_mma`.
     pub struct ExpertsSumArgs {
         /// Down projections.
         down: Matrix,
@@ -49,7 +53,7 @@ kernel_args! {
         shared_down: Matrix,
         /// Selected experts a row.
         k: u32,
-        /// Lanes that share a column.
+        /// Lanes that share a column, but of `decode_experts_out_mma`.
         lanes: u32,
     }
 
@@ -125,7 +129,7 @@ pub fn experts_in(
 ) {
     match routes {
         Some(routes) => grouped_experts_in(r, c, scratch, routes, op),
-        None if c.tuning.fuse_experts_in && can_pair(op.gate, op.up) => decode_experts_in(r, op),
+        None if c.tuning.fuse_experts_in && can_pair(op.gate, op.up) => decode_experts_in(r, c, op),
         None => separate_experts_in(r, c, scratch, op),
     }
 }
@@ -171,9 +175,9 @@ fn can_pair(gate: &DeviceWeight, up: &DeviceWeight) -> bool {
     shape(&gate.matrix) == shape(&up.matrix)
 }
 
-fn decode_experts_in(r: &mut Recorder, op: &ExpertsIn) {
+fn decode_experts_in(r: &mut Recorder, c: &Context, op: &ExpertsIn) {
     let (gate, up) = (op.gate, op.up);
-    decode_experts(r, [gate, up], op.x, op.ids, op.out, op.rows * op.k, op.k);
+    decode_experts(r, c, [gate, up], op.x, op.ids, op.out, op.rows * op.k, op.k);
 }
 
 /// Both projections go to memory, and their product is a kernel of its own.
@@ -182,7 +186,7 @@ fn separate_experts_in(r: &mut Recorder, c: &Context, scratch: &mut Scratch, op:
     let count = u64::from(entries) * u64::from(op.gate.matrix.rows);
     let [gate, up] = [op.gate, op.up].map(|weight| {
         let out = scratch.take(count, ElementType::Bf16);
-        decode_experts(r, [weight, weight], op.x, op.ids, out, entries, op.k);
+        decode_experts(r, c, [weight, weight], op.x, op.ids, out, entries, op.k);
         out
     });
     elementwise::swiglu(r, c, gate, up, op.out);
@@ -196,6 +200,7 @@ fn block(lanes: u32, paired: bool) -> u32 {
 /// One projection of each entry's expert, or a pair of them.
 fn decode_experts(
     r: &mut Recorder,
+    c: &Context,
     [a, b]: [&DeviceWeight; 2],
     x: Operand,
     ids: Operand,
@@ -204,14 +209,31 @@ fn decode_experts(
     share: u32,
 ) {
     let paired = a != b;
-    let lanes = gemv::lanes(&a.matrix);
+    let units = gemv::mma_takes(c, a.matrix.cols) && a.matrix.format == 0 && b.matrix.format == 0;
+    let lanes = if units { gemv::split(&a.matrix, paired) } else { gemv::lanes(&a.matrix) };
+    let block = if units { gemv::mma_block(&a.matrix, paired) } else { block(lanes, paired) };
+    let blocks = a.matrix.rows.div_ceil(block);
+    let tasks = blocks * entries;
+    // Threadgroups that stay have the next block's weights on their way.
+    let (kernel, groups) = match units {
+        true => ("decode_experts_mma", [tasks.min(c.profile.cores * gemv::MMA_RESIDENT), 1, 1]),
+        false => ("decode_experts", [blocks, entries, 1]),
+    };
     let weights = selected_bytes(a, entries) + if paired { selected_bytes(b, entries) } else { 0 };
     r.dispatch(
-        "decode_experts",
-        [a.matrix.rows.div_ceil(block(lanes, paired)), entries, 1],
+        kernel,
+        groups,
         256,
         vec![constant(a), constant(b), read(x), read(ids), write(out)],
-        &ExpertsArgs { a: a.matrix, b: b.matrix, share, lanes, paired: paired.into() },
+        &ExpertsArgs {
+            a: a.matrix,
+            b: b.matrix,
+            share,
+            lanes,
+            paired: paired.into(),
+            blocks,
+            tasks,
+        },
         weights + x.bytes + ids.bytes + out.bytes,
     );
 }
@@ -243,7 +265,7 @@ pub fn experts_out(
 ) {
     let entries = op.rows * op.k;
     let Some(routes) = routes else {
-        return decode_experts(r, [op.down; 2], op.x, op.ids, op.out, entries, 1);
+        return decode_experts(r, c, [op.down; 2], op.x, op.ids, op.out, entries, 1);
     };
     let down = Source::new(r, c, op.down, scratch);
     let d = down.weight.matrix;
@@ -344,18 +366,31 @@ pub fn fits_sum(down: &DeviceWeight, shared_down: &DeviceWeight, rows: u32, k: u
         && k.saturating_mul(d.cols).saturating_add(s.cols) <= SUM_ELEMENTS
 }
 
+/// Columns of a row of an expert that `decode_experts_out_mma` takes, and experts beside the shared one.
+const SUM_UNITS: (u32, u32) = (512, 8);
+
+/// Whether matrix units can take the sum.
+fn sum_units(c: &Context, down: &Matrix, shared_down: &Matrix, k: u32) -> bool {
+    let fits = |m: &Matrix| gemv::mma_takes(c, m.cols) && m.cols <= SUM_UNITS.0;
+    fits(down) && fits(shared_down) && down.format == 0 && k <= SUM_UNITS.1
+}
+
 /// Records the chain of down projections, shared expert and weighted sum as one launch, for what [`fits_sum`].
-pub fn decode_experts_out(r: &mut Recorder, _c: &Context, op: &ExpertsSum) {
+pub fn decode_experts_out(r: &mut Recorder, c: &Context, op: &ExpertsSum) {
     let (down, shared_down) = (op.down.matrix, op.shared_down.matrix);
     let lanes = sum_lanes(&down, &shared_down);
+    let (kernel, columns, threads) = match sum_units(c, &down, &shared_down, op.k) {
+        true => ("decode_experts_out_mma", 16, (op.k + 1) * 32),
+        false => ("decode_experts_out", 256 / lanes, 256),
+    };
     let inputs = [op.x, op.ids, op.weights, op.shared_x, op.shared_gate, op.residual];
     let mut bindings = vec![constant(op.down), constant(op.shared_down)];
     bindings.extend(inputs.map(read));
     bindings.push(write(op.out));
     r.dispatch(
-        "decode_experts_out",
-        [down.rows.div_ceil(256 / lanes), op.rows, 1],
-        256,
+        kernel,
+        [down.rows.div_ceil(columns), op.rows, 1],
+        threads,
         bindings,
         &ExpertsSumArgs { down, shared_down, k: op.k, lanes },
         selected_bytes(op.down, op.rows * op.k)

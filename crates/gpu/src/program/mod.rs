@@ -120,9 +120,6 @@ impl GpuProgram {
         let text = Arc::new(Text::new(profile.platform, &shape));
         // A text that does not compile is known before anything runs.
         driver.pipelines(&text, &["finish_step"]).map_err(refused)?;
-        // A row's bits must not depend on the rows beside it: matrix units where there may be some, else what is faster for one.
-        let matrix_gemv = tuning.matrix_gemv && limits.slots > 1;
-        let tuning = Tuning { matrix_gemv, ..tuning };
         let recording = Recording::new(plan, weights, shape, tuning, profile);
         let arena_bytes = recording.arena_bytes(&limits).map_err(PrepareError::Invalid)?;
         let arena = driver.allocate("scratch", arena_bytes, Placement::Device).map_err(refused)?;

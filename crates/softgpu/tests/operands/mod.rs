@@ -42,6 +42,8 @@ pub const EXPERT_FILES: &[&str] = &[
     "route.metal",
     "moe.metal",
     "moe_decode.metal",
+    "gemv_mma.metal",
+    "moe_mma.metal",
 ];
 
 /// A weight on the device and its elements.

@@ -1,0 +1,129 @@
+#if defined(K_CUDA) || defined(K_CPU)
+// Experts for a few rows by matrix units, 4-bit weights: the slices of gemv_mma.metal with the matrix chosen by the entry's expert. One
+// entry of x a threadgroup: rows that chose the same expert read it twice, which of 8 rows and 256 experts few do.
+
+// A threadgroup's share of the work: an entry, and 16 or more rows of its expert's matrices.
+struct ExpertTask {
+  uint entry, block;
+  uint4 x[2]; // a thread's pieces of the entry's row of x
+};
+
+FN void open_task(const DEVICE uint *x, CONSTANT ExpertsArgs &p, uint number, uint tid, THREAD ExpertTask &t)
+{
+  t.entry = number / p.blocks;
+  t.block = number % p.blocks;
+  const DEVICE uint *row = x + ulong(t.entry / p.share) * (p.a.cols / 2);
+#pragma unroll
+  for (uint i = 0; i < 2; i++) {
+    const uint u = tid + i * MMA_THREADS;
+    t.x[i] = u < p.a.cols / 8 ? load_ahead4(row + u * 4) : uint4{0, 0, 0, 0};
+  }
+}
+
+// out[entry] = x[entry / share] · a[expert]ᵀ, or with two matrices silu(· a) · (· b). A threadgroup takes its number and every `groups` after
+// it, with the next one's weights on their way while the sums of one are put together. x was made before the experts were chosen: it comes
+// while that still runs.
+KERNEL(decode_experts_mma, 768, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, bf16, out), ARGS(5, ExpertsArgs, p))
+{
+  static_assert(mma_words(1, 4096) <= LARGE_decode_experts_mma, "text::LARGE_MEMORY");
+  SHARED_LARGE(uint, memory, LARGE_decode_experts_mma);
+  constexpr uint C = slice_groups<Q4>();
+  const uint split = p.lanes, mine = k_simd / split, first = k_simd % split;
+  const uint members = p.paired != 0 ? 2 : 1, block = MMA_SIMDS / split / members * 16;
+  const MmaMemory m = mma_memory(memory, 1, p.a.cols);
+  TG uint *slice = m.slices + k_simd * MMA_SLICE;
+  ExpertTask task;
+  open_task(x, p, k_group.x, k_thread.x, task);
+  inputs_ready();
+  MmaTile tile;
+  MmaAffine<C> affine;
+  tile.rows = p.a.rows;
+  tile.groups = p.a.cols / 64;
+  const bool has = first * C < tile.groups;
+  uint expert = ids[task.entry];
+  for (uint number = k_group.x; number < p.tasks; number += k_groups.x) {
+    if (number == k_group.x) {
+      tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
+      tile.row = task.block * block + mine / members * 16;
+      if (has) copy_slice<Q4>(tile, first, slice, k_lane);
+      if (has) load_affine(tile, first, affine, k_lane);
+    }
+#pragma unroll
+    for (uint i = 0; i < 2; i++)
+      if (i * MMA_THREADS * 8 < p.a.cols) stage_piece<Q4>(task.x[i], k_thread.x + i * MMA_THREADS, m.x, m.sums, m.sums_part);
+    tg_barrier();
+    const uint entry = task.entry, row = task.block * block + k_thread.x, next = number + k_groups.x;
+    if (next < p.tasks) {
+      open_task(x, p, next, k_thread.x, task);
+      expert = ids[task.entry];
+    }
+    float y[4];
+    multiply_tile<Q4, true>(tile, 0, false, first, split, 1, affine, m, slice, k_lane, y);
+    if (next < p.tasks) {
+      simd_fence(); // all lanes have read the slice
+      tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
+      tile.row = task.block * block + mine / members * 16;
+      if (has) copy_slice<Q4>(tile, first, slice, k_lane);
+      if (has) load_affine(tile, first, affine, k_lane);
+    }
+    keep_parts<true>(y, m.parts + k_simd * 16, 1, k_lane);
+    tg_barrier();
+    if (k_thread.x >= block || row >= tile.rows) continue;
+    const TG float *parts = m.parts + k_thread.x / 16 * members * split * 16 + k_thread.x % 16;
+    float value = sum_parts(parts, split, 16);
+    if (p.paired != 0) value = silu(value) * sum_parts(parts + split * 16, split, 16);
+    out[ulong(entry) * tile.rows + row] = to_bf16(value);
+  }
+}
+
+#define SUM_GROUPS 8u // of an expert's row at most: one slice
+#define SUM_EXPERTS 9u
+#define SUM_WORDS (SUM_EXPERTS * (MMA_SLICE + SUM_GROUPS * 32 + 3 * SUM_GROUPS / 2 + 16))
+
+// out = residual + Σ weight · (x[rank] · downᵀ) + gate · (shared_x · shared_downᵀ) for 16 columns: a simdgroup an expert, the shared one
+// last, and their sum in the order of rank. The experts were chosen two stages ago: their weights come while the stage before still runs.
+KERNEL(decode_experts_out_mma, 320, IN(0, uint, down), IN(1, uint, shared_down), IN(2, uint, x), IN(3, uint, ids), IN(4, float, weights),
+       IN(5, uint, shared_x), IN(6, float, shared_gate), IN(7, float, residual), OUT(8, float, out), ARGS(9, ExpertsSumArgs, p))
+{
+  static_assert(SUM_WORDS <= LARGE_decode_experts_out_mma, "text::LARGE_MEMORY");
+  SHARED_LARGE(uint, memory, LARGE_decode_experts_out_mma);
+  constexpr uint C = SUM_GROUPS;
+  TG uint *slice = memory + k_simd * MMA_SLICE, *my_x = memory + SUM_EXPERTS * MMA_SLICE + k_simd * C * 32;
+  TG uint *sums = memory + SUM_EXPERTS * (MMA_SLICE + C * 32) + k_simd * (3 * C / 2);
+  TG float *parts = (TG float *)(memory + SUM_EXPERTS * (MMA_SLICE + C * 32 + 3 * C / 2));
+  const uint row = k_group.y, rank = row * p.k + k_simd;
+  const bool shared = k_simd == p.k;
+  MmaTile tile;
+  tile.w = shared ? rows_of(shared_down, p.shared_down, 0) : rows_of(down, p.down, load_ahead(ids + rank));
+  tile.rows = p.down.rows;
+  tile.groups = (shared ? p.shared_down.cols : p.down.cols) / 64;
+  tile.row = k_group.x * 16;
+  MmaAffine<C> affine;
+  copy_slice<Q4>(tile, 0, slice, k_lane);
+  load_affine(tile, 0, affine, k_lane);
+  inputs_ready();
+  const uint column = k_group.x * 16 + k_thread.x;
+  const bool mine = k_thread.x < 16 && column < tile.rows;
+  const ulong to = ulong(row) * tile.rows + column;
+  float total = 0.0f;
+  if (mine) total = residual[to];
+  const float weight = shared ? sigmoid(shared_gate[row]) : weights[rank];
+  const DEVICE uint *from = shared ? shared_x + ulong(row) * (p.shared_down.cols / 2) : x + ulong(rank) * (p.down.cols / 2);
+#pragma unroll
+  for (uint u = k_lane; u < C * 8; u += 32) {
+    stage_piece<Q4>(u < tile.groups * 8 ? load4(from + u * 4) : uint4{0, 0, 0, 0}, u, my_x, (TG bf16 *)sums, C / 2);
+  }
+  copy_wait();
+  simd_fence();
+  float y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  multiply_slice<Q4, C, true>(slice, affine, my_x, sums, C / 2, tile.groups, k_lane, y);
+#pragma unroll
+  for (uint i = 0; i < 4; i++) y[i] *= weight * CODE_PAIR_BACK;
+  keep_parts<true>(y, parts + k_simd * 16, 1, k_lane);
+  tg_barrier();
+  if (!mine) return;
+  float sum = 0.0f;
+  for (uint e = 0; e <= p.k; e++) sum += parts[e * 16 + k_thread.x];
+  out[to] = total + sum;
+}
+#endif
