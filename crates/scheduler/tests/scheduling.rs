@@ -28,6 +28,8 @@ fn answers_in_company_are_those_alone() {
             .map(|(i, p)| {
                 let mut r = request(p.clone(), 5 + i);
                 r.sample.seed = i as u64;
+                // On a device that overlaps, steps with these run alone.
+                r.logprobs = (i % 3 == 1).then_some(i as u32 % 2 * 5);
                 rig.submit(r)
             })
             .collect();
@@ -137,10 +139,12 @@ fn first_come_first_served_and_no_more_than_fit() {
 /// prompts take no more than the bound.
 #[test]
 fn a_long_prompt_delays_a_token_by_one_chunk_at_most() {
-    for mixed in [true, false] {
+    for (mixed, overlaps) in [(true, false), (false, false), (true, true), (false, true)] {
         let options = SchedulerOptions { mixed, min_chunk: 4, ..Setup::default().options };
-        let rig = Setup { options, gated: true, ..Setup::default() }.start();
-        let a = rig.submit(request(distinct(0, 3), 200));
+        let rig = Setup { options, overlaps, gated: true, ..Setup::default() }.start();
+        // The steps that decode it run alone where others overlap.
+        let logprobs = overlaps.then_some(0);
+        let a = rig.submit(Request { logprobs, ..request(distinct(0, 3), 200) });
         let b = rig.submit(request(distinct(1, 3), 200));
         rig.gate.first();
         // Both prompts, then a few steps of decoding.
