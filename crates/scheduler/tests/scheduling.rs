@@ -268,6 +268,14 @@ fn check_thinking(rig: &Rig) {
         let rest = oracle::answer_from(&before, 0, budget + 3, 12 - budget - 3);
         assert_eq!(got.ids, [&first[..], &close, &rest].concat(), "{budget}");
         assert_eq!(got.end, Ok(Finish::Length));
+        let mut stream = rig.submit(r.clone());
+        let mut by_rule = Vec::new();
+        while let Some(event) = stream.next_timeout(PATIENCE).unwrap() {
+            if let Event::Token(token) = event {
+                by_rule.extend((!token.sampled).then_some(token.id));
+            }
+        }
+        assert_eq!(by_rule, close);
         // A limit inside of what is put in its place, and a stop.
         r.max_tokens = budget + 2;
         let got = rig.run(r.clone());
