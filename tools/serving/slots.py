@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Tokens a second of answers that are made at once by one `lily serve`, for several numbers of them.
 
-    slots.py --lily PROGRAM --model DIR [--slots 1,2,4,8] [--prompt-tokens 4000] [--tokens 256] [--lily-arg ARG …]
+    slots.py --lily PROGRAM --model DIR [--slots 1,2,4,8] [--prompt-tokens 4000] [--tokens 256] [--no-stops] [--lily-arg ARG …]
 
 All prompts differ from their first words on, so that nothing of them is kept. What counts is the time in which all answers of a
 number are being made: from the last one's first token to the first one's last. A checkpoint without tokenizer (`lily bench synth`)
@@ -30,6 +30,15 @@ def with_tokenizer(model, folder):
     return folder
 
 
+def stops(model):
+    """A bias that keeps the tokens away that end an answer, where the tokenizer has them."""
+    if not os.path.exists(os.path.join(model, "tokenizer.json")):
+        return {}
+    with open(os.path.join(model, "generation_config.json")) as file:
+        ids = json.load(file).get("eos_token_id", [])
+    return {str(id): -100 for id in (ids if isinstance(ids, list) else [ids])}
+
+
 def prompt(o, n):
     """About so many tokens of words that begin otherwise for each number."""
     return "%d: " % n + " ".join("%d" % ((n * 7919 + i * 104729) % 900 + 100) for i in range(o.prompt_tokens // 4))
@@ -37,7 +46,7 @@ def prompt(o, n):
 
 def answer(o, port, n, result):
     body = {"model": "m", "prompt": prompt(o, n), "max_tokens": o.tokens, "temperature": 1, "seed": n, "stream": True,
-            "stream_options": {"include_usage": True}}
+            "stream_options": {"include_usage": True}, "logit_bias": o.bias}
     c = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     c.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     r = c.getresponse()
@@ -67,7 +76,7 @@ def together(o, port, first, count):
         sys.exit("an answer failed")
     begin, end = max(a[0] for a, _ in result.values()), min(a[-1] for a, _ in result.values())
     if begin >= end:
-        sys.exit("the answers do not overlap: give more --tokens")
+        sys.exit("the answers do not overlap (%s): give more --tokens" % ", ".join("%d events in %.3f s" % (len(a), a[-1] - a[0]) for a, _ in result.values()))
     # A token that is part of a character has no event of its own: events stand for tokens in proportion.
     tokens = sum((end - begin) / (a[-1] - a[0]) * (u["completion_tokens"] - 1) for a, u in result.values())
     prompts = sorted(u["prompt_tokens"] for _, u in result.values())
@@ -81,10 +90,12 @@ def main():
     ap.add_argument("--slots", default="1,2,4,8")
     ap.add_argument("--prompt-tokens", type=int, default=4000)
     ap.add_argument("--tokens", type=int, default=256)
+    ap.add_argument("--no-stops", action="store_true", help="no answer ends before it has all tokens")
     ap.add_argument("--port", type=int, default=18080)
     ap.add_argument("--lily-arg", action="append", default=[])
     o = ap.parse_args()
     numbers = [int(n) for n in o.slots.split(",")]
+    o.bias = stops(o.model) if o.no_stops else {}
     with tempfile.TemporaryDirectory() as folder:
         model = with_tokenizer(o.model, folder)
         context = str(o.prompt_tokens * 2 + o.tokens)

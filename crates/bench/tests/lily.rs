@@ -68,6 +68,9 @@ impl Program for TimedProgram {
     fn limits(&self) -> Limits {
         self.inner.limits()
     }
+    fn alone(&self, step: &Step) -> bool {
+        self.inner.alone(step)
+    }
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
         for segment in &step.segments {
             self.pass(match &segment.input {

@@ -181,6 +181,10 @@ echo "[ { \"n_prompt\": $p, \"n_gen\": $n, \"n_depth\": $d, \"flash_attn\": $fa,
 "#;
 
     fn fake(dir: &Path) -> LlamaBench {
+        fake_with(dir, &["-ub", "1024"], true)
+    }
+
+    fn fake_with(dir: &Path, args: &[&str], unmapped: bool) -> LlamaBench {
         fs::create_dir_all(dir.join("build/bin")).unwrap();
         script(&dir.join("build/bin/llama-bench"), FAKE);
         fs::write(dir.join("model.gguf"), "").unwrap();
@@ -188,8 +192,8 @@ echo "[ { \"n_prompt\": $p, \"n_gen\": $n, \"n_depth\": $d, \"flash_attn\": $fa,
             dir: dir.into(),
             model: dir.join("model.gguf"),
             threads: Some(2),
-            args: vec!["-ub".into(), "1024".into()],
-            unmapped: true,
+            args: args.iter().map(|a| (*a).to_owned()).collect(),
+            unmapped,
             timeout: lily_bench::peers::TIMEOUT,
         };
         LlamaBench::new(options, Cancel::new()).unwrap()
@@ -216,6 +220,26 @@ echo "[ { \"n_prompt\": $p, \"n_gen\": $n, \"n_depth\": $d, \"flash_attn\": $fa,
         let facts = llama.facts();
         let best = ("best at prefill of 512 tokens".into(), "-fa 1, mapped".into());
         assert!(facts.contains(&best), "{facts:?}");
+    }
+
+    /// Each run loads the model: what the arguments settle is not varied, and what is left alone is not chosen in a warm-up.
+    #[test]
+    fn flash_attention_by_the_arguments() {
+        for (args, seconds, best) in [
+            (["-ub", "1024", "-fa", "0"], 2.0, "-fa 0, mapped"),
+            (["-fa", "1", "-ub", "1024"], 1.0, "-fa 1, mapped"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let mut llama = fake_with(dir.path(), &args, false);
+            let prefill = Point::Prefill { tokens: 512 };
+            llama.warm_up(prefill).unwrap();
+            assert_eq!(llama.measure(prefill), Ok(seconds));
+            let asked = fs::read_to_string(dir.path().join("build/bin/asked")).unwrap();
+            assert_eq!(asked.lines().count(), 1, "{asked}");
+            assert_eq!(asked.matches("-fa").count(), 1, "{asked}");
+            let best = ("best at prefill of 512 tokens".into(), best.into());
+            assert!(llama.facts().contains(&best));
+        }
     }
 
     #[test]

@@ -44,6 +44,64 @@ pub struct ComputeArgs {
     /// Most prompt tokens computed at once. More is faster and takes more scratch memory. Default: 512, on a GPU 4096.
     #[arg(long, value_name = "N", value_parser = count, help_heading = "Computing")]
     pub chunk: Option<usize>,
+
+    /// Leave out an optimisation of a GPU, one of those that `lily bench ablate` measures; may be given several
+    /// times. Slower: it tells what a fault or a difference comes from.
+    #[arg(long, value_name = "SWITCH", help_heading = "Computing")]
+    pub without: Vec<String>,
+}
+
+/// Optimisations of a GPU: those of its kernels, and those of CUDA's driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Switches {
+    pub tuning: Tuning,
+    /// Steps that run again are CUDA graphs.
+    pub graphs: bool,
+    /// Kernels start while the one before them runs.
+    pub early_starts: bool,
+}
+
+impl Default for Switches {
+    fn default() -> Self {
+        Self { tuning: Tuning::default(), graphs: true, early_starts: true }
+    }
+}
+
+impl Switches {
+    /// The names of a device's switches; the CPU has none.
+    pub fn names(device: DeviceName) -> Vec<&'static str> {
+        let kernels = Tuning::SWITCHES.iter().map(|(name, _)| *name);
+        match device {
+            DeviceName::Cpu => Vec::new(),
+            DeviceName::Cuda(_) => kernels.chain(["graphs", "early_starts"]).collect(),
+            DeviceName::Metal => kernels.collect(),
+        }
+    }
+
+    /// All of a device's switches on but these.
+    pub fn without(device: DeviceName, off: &[String]) -> Result<Self, Failure> {
+        let names = Self::names(device);
+        let mut switches = Self::default();
+        for name in off {
+            let kernel = Tuning::SWITCHES.iter().find(|(n, _)| n == name);
+            match (names.contains(&name.as_str()), kernel) {
+                (true, Some((_, field))) => *field(&mut switches.tuning) = false,
+                (true, None) if name == "graphs" => switches.graphs = false,
+                (true, None) => switches.early_starts = false,
+                (false, _) => return Err(no_switch(name, &names)),
+            }
+        }
+        Ok(switches)
+    }
+}
+
+/// A switch that a device does not have.
+pub fn no_switch(name: &str, names: &[&str]) -> Failure {
+    let hint = match names {
+        [] => "the CPU's kernels are one path; --isa and --threads change how they run".to_owned(),
+        names => format!("there are {}", names.join(", ")),
+    };
+    Failure::usage(format!("this device has no switch {name}"), hint)
 }
 
 impl ComputeArgs {
@@ -57,7 +115,8 @@ impl ComputeArgs {
 
     /// The defaults on a device.
     pub fn on(device: DeviceName) -> Self {
-        Self { device, threads: None, isa: None, precise: false, chunk: None }
+        let without = Vec::new();
+        Self { device, threads: None, isa: None, precise: false, chunk: None, without }
     }
 
     pub fn precision(&self) -> Precision {
@@ -69,13 +128,9 @@ impl ComputeArgs {
 
     /// Opens the device.
     pub fn device(&self) -> Result<Box<dyn Device>, Failure> {
-        self.device_with(Tuning::default())
-    }
-
-    /// Opens the device with some of its optimisations left out, where it has switches for them.
-    pub fn device_with(&self, tuning: Tuning) -> Result<Box<dyn Device>, Failure> {
-        match self.device.opener() {
-            Some(open) => gpu(tuning, open),
+        let switches = Switches::without(self.device, &self.without)?;
+        match self.device.opener(&switches) {
+            Some(open) => gpu(switches.tuning, open),
             None => {
                 let options = CpuOptions { threads: self.threads, isa: self.isa };
                 Ok(Box::new(CpuDevice::new(options)))
@@ -102,11 +157,13 @@ pub enum DeviceName {
 
 impl DeviceName {
     /// What opens a GPU's driver; `None` for the CPU.
-    pub fn opener(self) -> Option<Open> {
+    pub fn opener(self, switches: &Switches) -> Option<Open> {
         match self {
             Self::Cpu => None,
             Self::Cuda(ordinal) => {
-                let options = lily_cuda::Options { ordinal, ..lily_cuda::Options::default() };
+                let Switches { graphs, early_starts, .. } = *switches;
+                let defaults = lily_cuda::Options::default();
+                let options = lily_cuda::Options { ordinal, graphs, early_starts, ..defaults };
                 Some(Box::new(move || Ok(Box::new(CudaDriver::open(options.clone())?))))
             }
             Self::Metal => Some(Box::new(lily_metal::open)),

@@ -145,6 +145,10 @@ impl Program for FaultyProgram {
         self.inner.limits()
     }
 
+    fn alone(&self, step: &Step) -> bool {
+        self.inner.alone(step)
+    }
+
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
         let fault = self.count(Call::Submit);
         let slots: Vec<SlotId> = step.segments.iter().map(|s| s.slot).collect();
@@ -319,6 +323,9 @@ mod tests {
         }
         fn limits(&self) -> Limits {
             Limits::new(2, 256, 8)
+        }
+        fn alone(&self, _: &Step) -> bool {
+            false
         }
         fn submit(&mut self, _: Step) -> Result<Ticket, StepError> {
             Ok(Ticket(7))

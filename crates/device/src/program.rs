@@ -158,7 +158,12 @@ pub trait Program: Send {
     /// The limits it was prepared for.
     fn limits(&self) -> Limits;
 
-    /// Hands a step to the device without waiting. At most two may be in flight.
+    /// Whether the host takes part in this step, so that none may be in flight when it is submitted. It has run
+    /// when [`submit`](Self::submit) returns.
+    fn alone(&self, step: &Step) -> bool;
+
+    /// Hands a step to the device without waiting. At most two may be in flight, and none beside one that runs
+    /// [alone](Self::alone).
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError>;
 
     /// Waits for a submitted step.

@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use lily_device::{Input, Output, Refusal, SegmentOut, SlotId, Step, StepError, Ticket};
+use lily_device::{
+    Input, MAX_IN_FLIGHT, Output, Refusal, SegmentOut, SlotId, Step, StepError, StepOut, Ticket,
+};
 
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -29,7 +31,6 @@ pub struct Flight {
     ticket: u64,
     landed: bool,
     parts: Vec<(SlotId, Expect)>,
-    started: Instant,
     abandoned: Abandoned,
 }
 
@@ -67,6 +68,9 @@ impl Engine {
     /// [overlaps](lily_device::Device::overlaps) this returns before the step has run; at most two may be in
     /// flight. The sessions record it when it is [waited for](Self::wait).
     ///
+    /// A step in which the host takes part (log-probabilities, held logits) cannot run beside others: the device
+    /// finishes those in flight first, see [`waits`](Self::waits). Their results are kept until they are waited for.
+    ///
     /// # Errors
     /// As for [`step`](Self::step). Steps in flight before are not touched by an error here.
     pub fn submit(&mut self, mut work: Vec<Work<'_>>) -> Result<Flight, EngineError> {
@@ -74,7 +78,17 @@ impl Engine {
         self.launch(&mut work)
     }
 
+    /// Whether [`submit`](Self::submit) of this work would have to wait for the steps in flight. Nothing is gained by
+    /// it then: who waits for them first has their tokens sooner, and no surplus step where one of them ends an answer.
+    pub fn waits(&self, work: &[Work<'_>]) -> bool {
+        !self.flights.is_empty() && self.program.alone(&step_of(work))
+    }
+
     fn launch(&mut self, work: &mut [Work<'_>]) -> Result<Flight, EngineError> {
+        if self.flights.len() >= MAX_IN_FLIGHT {
+            let what = format!("{MAX_IN_FLIGHT} steps are in flight; wait for one first");
+            return Err(EngineError::Refused(what));
+        }
         let mut logit_rows = 0;
         for w in work.iter() {
             self.not_poisoned(w.session)?;
@@ -88,7 +102,10 @@ impl Engine {
             return Err(EngineError::LogitRows { rows: logit_rows, most });
         }
         let parts = work.iter().map(|w| (w.session.slot(), expect(w))).collect();
-        let step = Step { segments: work.iter().map(|w| w.segment.clone()).collect() };
+        let step = step_of(work);
+        if !self.flights.is_empty() && self.program.alone(&step) {
+            (0..self.flights.len()).for_each(|index| self.land(index));
+        }
         let started = Instant::now();
         let ticket = match self.program.submit(step) {
             Ok(ticket) => ticket.0,
@@ -103,9 +120,21 @@ impl Engine {
             w.session.flown.push_back(Flown { rows: w.rows, decode, samples });
         }
         let slots = work.iter().map(|w| w.session.slot()).collect();
-        self.flights.push_back(InFlight { ticket, slots });
+        self.flights.push_back(InFlight { ticket, slots, started, landed: None });
         let abandoned = Arc::clone(&self.abandoned);
-        Ok(Flight { ticket, landed: false, parts, started, abandoned })
+        Ok(Flight { ticket, landed: false, parts, abandoned })
+    }
+
+    /// Waits for the device to end a step in flight and keeps what came of it.
+    fn land(&mut self, index: usize) {
+        let flight = &mut self.flights[index];
+        if flight.landed.is_none() {
+            let out = self.program.wait(Ticket(flight.ticket));
+            let now = Instant::now();
+            let since = self.last_landing.map_or(flight.started, |last| last.max(flight.started));
+            self.last_landing = Some(now);
+            flight.landed = Some((out, now.duration_since(since).as_secs_f64()));
+        }
     }
 
     /// Waits for a step and records it in its sessions, given in the order of its work. Steps are waited for
@@ -130,15 +159,13 @@ impl Engine {
         if self.flights.front().map(|f| f.ticket) != Some(flight.ticket) {
             return Err(EngineError::Refused("an earlier step is in flight".into()));
         }
-        self.flights.pop_front();
         flight.landed = true;
         let flown: Vec<Flown> = sessions.iter_mut().filter_map(|s| s.flown.pop_front()).collect();
-        let out = self.program.wait(Ticket(flight.ticket));
-        let since = self.last_landing.map_or(flight.started, |last| last.max(flight.started));
-        let now = Instant::now();
-        self.last_landing = Some(now);
+        self.land(0);
+        let landed = self.flights.pop_front().and_then(|f| f.landed);
+        let lost = || (Err(Refusal::Invalid("the step is not in flight".into()).into()), 0.0);
+        let (out, seconds) = landed.unwrap_or_else(lost);
         let out = self.judge(&flight, sessions, out)?;
-        let seconds = now.duration_since(since).as_secs_f64();
         Ok(self.record(sessions, flown, out, seconds))
     }
 
@@ -147,7 +174,7 @@ impl Engine {
         &mut self,
         flight: &Flight,
         sessions: &[&mut Session],
-        out: Result<lily_device::StepOut, StepError>,
+        out: Result<StepOut, StepError>,
     ) -> Result<Vec<SegmentOut>, EngineError> {
         let slots = || flight.parts.iter().map(|(slot, _)| *slot).collect::<Vec<_>>();
         let failed = |reason: String| StepError::Failed { slots: slots(), reason };
@@ -225,11 +252,12 @@ impl Engine {
             std::mem::take(&mut *self.abandoned.lock().unwrap_or_else(PoisonError::into_inner));
         for ticket in tickets {
             let Some(at) = self.flights.iter().position(|f| f.ticket == ticket) else { continue };
-            let slots = self.flights.remove(at).map(|f| f.slots).unwrap_or_default();
-            if let Err(StepError::Lost(reason)) = self.program.wait(Ticket(ticket)) {
+            self.land(at);
+            let Some(flight) = self.flights.remove(at) else { continue };
+            if let Some((Err(StepError::Lost(reason)), _)) = flight.landed {
                 self.lose(reason);
             }
-            for slot in slots {
+            for slot in flight.slots {
                 self.poison(slot, "a step of it was submitted and never waited for".into());
             }
         }
@@ -241,6 +269,13 @@ impl Engine {
 pub(crate) struct InFlight {
     pub ticket: u64,
     pub slots: Vec<SlotId>,
+    pub started: Instant,
+    /// What came of it and how long it took, if the device has ended it already.
+    pub landed: Option<(Result<StepOut, StepError>, f64)>,
+}
+
+fn step_of(work: &[Work<'_>]) -> Step {
+    Step { segments: work.iter().map(|w| w.segment.clone()).collect() }
 }
 
 fn expect(work: &Work<'_>) -> Expect {

@@ -227,6 +227,9 @@ impl Engine {
             }
             while refused.is_none() && flights.len() < self.depth() {
                 let Some(work) = generation.work(session, self.options().chunk)? else { break };
+                if self.waits(std::slice::from_ref(&work)) {
+                    break;
+                }
                 match self.submit(vec![work]) {
                     Ok(flight) => flights.push_back(flight),
                     Err(error) => refused = Some(error),

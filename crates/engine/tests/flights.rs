@@ -393,6 +393,139 @@ fn pages_that_run_out_in_flight_end_nothing() {
     assert_eq!(got.ids, oracle::answer(&prompt(250), 0, 20));
 }
 
+/// A token with its log-probability.
+fn told() -> Output {
+    Output::Sample(SampleParams { logprobs: Some(0), ..SampleParams::GREEDY })
+}
+
+/// Steps in which the host takes part run alone on a device that overlaps: no step is in flight beside them, none is
+/// surplus, and each token is told before the next step begins.
+#[test]
+fn answers_that_the_host_chooses() {
+    let tokens = prompt(40);
+    for stop in (0..12).map(Some).chain([None]) {
+        let device = overlapping();
+        let mut engine = device.engine(TWO);
+        let mut session = engine.open_session().unwrap();
+        let (mut p, want) = stopping(&tokens, stop);
+        p.sample.logprobs = Some(0);
+        engine.stage(&mut session, &tokens).unwrap();
+        let mut steps = Vec::new();
+        let got = engine.generate(&mut session, &p, &Cancel::new(), |_| {
+            steps.push(device.log.lock().unwrap().steps.len());
+            ControlFlow::Continue(())
+        });
+        let got = got.unwrap();
+        assert_eq!((&got.ids, got.logprobs.len()), (&want, want.len()));
+        assert_eq!(steps, (3..3 + want.len()).collect::<Vec<_>>());
+        let log = device.log.lock().unwrap();
+        assert_eq!((log.undos, log.steps.len()), (0, 2 + want.len()));
+        // The prompt's chunks ask for nothing and overlap.
+        assert_eq!(log.in_flight[1], 1);
+        assert!(log.in_flight[2..].iter().all(|n| *n == 0), "{:?}", log.in_flight);
+    }
+}
+
+/// A step that runs alone, submitted while others are in flight, of the same session or not: the device ends those first, what came
+/// of them is kept.
+#[test]
+fn a_step_that_runs_alone_is_submitted_beside_others() {
+    for (outputs, same) in [(0, true), (0, false), (1, true), (1, false), (2, true), (2, false)] {
+        let device = overlapping();
+        let mut engine = device.engine(TWO);
+        let mut a = begun(&mut engine);
+        let mut b = begun(&mut engine);
+        let want = oracle::answer(&prompt(20), 0, 5);
+        let plain = Output::Sample(SampleParams::GREEDY);
+        let read_back = || [told(), Output::Hold, Output::Scores(vec![want[3]])][outputs].clone();
+        let first = engine.submit(vec![a.decode_segment(plain.clone()).unwrap()]).unwrap();
+        let other = if same { &mut a } else { &mut b };
+        let work = vec![other.decode_segment(read_back()).unwrap()];
+        assert!(engine.waits(&work));
+        let second = engine.submit(work).unwrap();
+        // The device has nothing left, and still two steps are not waited for.
+        let work = vec![b.decode_segment(plain.clone())];
+        if let Some(work) = work.into_iter().flatten().next() {
+            let error = engine.submit(vec![work]).unwrap_err();
+            assert!(matches!(error, EngineError::Refused(_)), "{error}");
+        }
+        let out = engine.wait(first, &mut [&mut a]).unwrap();
+        assert_eq!(out, [SegmentOut::Sampled(want[2].into())]);
+        let other = if same { &mut a } else { &mut b };
+        let out = engine.wait(second, &mut [&mut *other]).unwrap();
+        let next = want[if same { 3 } else { 2 }];
+        match outputs {
+            0 => assert!(matches!(&out[0], SegmentOut::Sampled(s) if s.id == next), "{out:?}"),
+            1 => {
+                let sampled = engine.sample_held(other, &SampleParams::GREEDY).unwrap();
+                assert_eq!(sampled.id, next);
+            }
+            _ => assert!(matches!(&out[0], SegmentOut::Scores(s) if s.len() == 1), "{out:?}"),
+        }
+        if outputs < 2 {
+            decode(&mut engine, other);
+            assert_eq!(other.last_sampled(), Some(want[if same { 4 } else { 3 }]));
+            engine.undo(other).unwrap();
+        }
+        let decoded = |s: &Session| s.timings().decode_tokens;
+        assert_eq!((decoded(&a), decoded(&b)), if same { (3, 1) } else { (2, 2) });
+    }
+}
+
+/// The step before one that runs alone fails, is dropped, or loses the device.
+#[test]
+fn faults_before_a_step_that_runs_alone() {
+    let plain = || Output::Sample(SampleParams::GREEDY);
+    for fault in [Fault::Refuse, Fault::Fail, Fault::Lose] {
+        for same in [true, false] {
+            let mut device = overlapping();
+            // Each session has waited for three steps when it has begun.
+            device.schedule = vec![(Call::Wait, 6, fault)];
+            let mut engine = device.engine(TWO);
+            let mut a = begun(&mut engine);
+            let mut b = begun(&mut engine);
+            let first = engine.submit(vec![a.decode_segment(plain()).unwrap()]).unwrap();
+            let other = if same { &mut a } else { &mut b };
+            let second = engine.submit(vec![other.decode_segment(told()).unwrap()]);
+            let error = engine.wait(first, &mut [&mut a]).unwrap_err();
+            let what = format!("{fault:?} {same}: {error}");
+            if fault == Fault::Lose {
+                assert!(matches!(error, EngineError::DeviceLost(_)), "{what}");
+                assert!(matches!(second, Err(EngineError::DeviceLost(_))), "{what}");
+                continue;
+            }
+            assert!(matches!(error, EngineError::StepFailed { slot: 0, .. }), "{what}");
+            assert!(engine.is_poisoned(&a) && !engine.is_poisoned(&b), "{what}");
+            let want = oracle::answer(&prompt(20), 0, 4);
+            if let Ok(second) = second {
+                let other = if same { &mut a } else { &mut b };
+                let out = engine.wait(second, &mut [other]).unwrap();
+                match same {
+                    true => assert!(matches!(&out[0], SegmentOut::Failed(_)), "{what}"),
+                    false => assert!(matches!(&out[0], SegmentOut::Sampled(s) if s.id == want[2])),
+                }
+            } else {
+                assert!(same, "{what}");
+            }
+            let got = answer(&mut engine, &mut a, &prompt(20), 4).unwrap();
+            assert_eq!(got.ids, want, "{what}");
+        }
+    }
+    // One that nobody waits for.
+    let device = overlapping();
+    let mut engine = device.engine(TWO);
+    let mut a = begun(&mut engine);
+    let mut b = begun(&mut engine);
+    let first = engine.submit(vec![a.decode_segment(plain()).unwrap()]).unwrap();
+    let second = engine.submit(vec![b.decode_segment(told()).unwrap()]).unwrap();
+    drop(first);
+    drop(second);
+    for session in [&mut a, &mut b] {
+        let got = answer(&mut engine, session, &prompt(20), 3).unwrap();
+        assert_eq!(got.ids, oracle::answer(&prompt(20), 0, 3));
+    }
+}
+
 #[test]
 fn logprobs_come_with_the_answer() {
     for device in [FakeDevice::default(), overlapping()] {

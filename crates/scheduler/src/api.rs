@@ -80,6 +80,8 @@ pub struct Token {
     pub logprob: Option<Logprob>,
     /// When it was sampled.
     pub at: Instant,
+    /// Whether it was sampled; else it follows by rule ([`ThinkingBudget`]), before it is computed.
+    pub sampled: bool,
 }
 
 /// Log-probabilities (natural logarithm) at one position, before temperature and cuts.

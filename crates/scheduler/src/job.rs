@@ -57,7 +57,7 @@ impl Job {
     /// whether tokens followed that the device has not seen.
     pub fn accept(&mut self, sampled: Sampled, context: usize) -> (Option<Finish>, bool) {
         let logprob = sampled.logprobs.map(|l| Logprob { chosen: l.logprob, top: l.top });
-        let end = self.push(sampled.id, logprob, context);
+        let end = self.push(sampled.id, logprob, true, context);
         match end {
             None => self.close_thinking(context),
             end => (end, false),
@@ -83,7 +83,7 @@ impl Job {
         }
         self.closed = true;
         for id in budget.close {
-            let end = self.push(id, None, context);
+            let end = self.push(id, None, false, context);
             if end.is_some() {
                 return (end, true);
             }
@@ -91,9 +91,15 @@ impl Job {
         (None, true)
     }
 
-    fn push(&mut self, id: u32, logprob: Option<Logprob>, context: usize) -> Option<Finish> {
+    fn push(
+        &mut self,
+        id: u32,
+        logprob: Option<Logprob>,
+        sampled: bool,
+        context: usize,
+    ) -> Option<Finish> {
         self.ids.push(id);
-        self.events.send(Event::Token(Token { id, logprob, at: Instant::now() }));
+        self.events.send(Event::Token(Token { id, logprob, at: Instant::now(), sampled }));
         if self.request.stop_ids.contains(&id) {
             Some(Finish::Stop)
         } else if self.ids.len() >= self.request.max_tokens || self.len() >= context {

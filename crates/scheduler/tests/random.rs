@@ -29,6 +29,9 @@ fn some_request(random: &mut Random) -> Request {
     let n = tokens.len();
     let mut r = request(tokens, 1 + random.below(130));
     r.sample.seed = random.below(3) as u64;
+    if random.below(5) == 0 {
+        r.logprobs = Some(random.below(3) as u32);
+    }
     if random.below(4) == 0 {
         let want = oracle::answer(&r.prompt, r.sample.seed, r.max_tokens);
         r.stop_ids = vec![want[random.below(want.len())]];

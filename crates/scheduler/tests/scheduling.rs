@@ -28,6 +28,8 @@ fn answers_in_company_are_those_alone() {
             .map(|(i, p)| {
                 let mut r = request(p.clone(), 5 + i);
                 r.sample.seed = i as u64;
+                // On a device that overlaps, steps with these run alone.
+                r.logprobs = (i % 3 == 1).then_some(i as u32 % 2 * 5);
                 rig.submit(r)
             })
             .collect();
@@ -137,10 +139,12 @@ fn first_come_first_served_and_no_more_than_fit() {
 /// prompts take no more than the bound.
 #[test]
 fn a_long_prompt_delays_a_token_by_one_chunk_at_most() {
-    for mixed in [true, false] {
+    for (mixed, overlaps) in [(true, false), (false, false), (true, true), (false, true)] {
         let options = SchedulerOptions { mixed, min_chunk: 4, ..Setup::default().options };
-        let rig = Setup { options, gated: true, ..Setup::default() }.start();
-        let a = rig.submit(request(distinct(0, 3), 200));
+        let rig = Setup { options, overlaps, gated: true, ..Setup::default() }.start();
+        // The steps that decode it run alone where others overlap.
+        let logprobs = overlaps.then_some(0);
+        let a = rig.submit(Request { logprobs, ..request(distinct(0, 3), 200) });
         let b = rig.submit(request(distinct(1, 3), 200));
         rig.gate.first();
         // Both prompts, then a few steps of decoding.
@@ -264,6 +268,14 @@ fn check_thinking(rig: &Rig) {
         let rest = oracle::answer_from(&before, 0, budget + 3, 12 - budget - 3);
         assert_eq!(got.ids, [&first[..], &close, &rest].concat(), "{budget}");
         assert_eq!(got.end, Ok(Finish::Length));
+        let mut stream = rig.submit(r.clone());
+        let mut by_rule = Vec::new();
+        while let Some(event) = stream.next_timeout(PATIENCE).unwrap() {
+            if let Event::Token(token) = event {
+                by_rule.extend((!token.sampled).then_some(token.id));
+            }
+        }
+        assert_eq!(by_rule, close);
         // A limit inside of what is put in its place, and a stop.
         r.max_tokens = budget + 2;
         let got = rig.run(r.clone());

@@ -89,7 +89,9 @@ pub struct Answer {
     /// Tokens, and those of the thoughts.
     pub generated: usize,
     pub reasoning: usize,
-    /// When the first and the last token came.
+    /// Tokens before the first one that was sampled.
+    pub led: usize,
+    /// When the first token that was sampled and the last one came.
     pub first: Option<Instant>,
     pub last: Option<Instant>,
 }
@@ -121,6 +123,7 @@ impl Answer {
             ended: None,
             generated: 0,
             reasoning: 0,
+            led: 0,
             first: None,
             last: None,
         }
@@ -138,7 +141,10 @@ impl Answer {
             return Vec::new();
         }
         self.generated += 1;
-        self.first.get_or_insert(token.at);
+        match token.sampled {
+            true => _ = self.first.get_or_insert(token.at),
+            false => self.led += usize::from(self.first.is_none()),
+        }
         self.last = Some(token.at);
         if self.parser.as_ref().is_some_and(AnswerParser::is_thinking) {
             self.reasoning += 1;
@@ -303,7 +309,7 @@ mod tests {
         let mut deltas = Vec::new();
         for id in TOKENIZER.encode_rendered(text).unwrap().into_iter().chain([end]) {
             let logprob = Some(Logprob::default());
-            deltas.extend(answer.token(Token { id, logprob, at: Instant::now() }));
+            deltas.extend(answer.token(Token { id, logprob, at: Instant::now(), sampled: true }));
         }
         deltas.extend(answer.finish(Finish::Stop));
         let (mut content, mut ids) = (String::new(), Vec::new());

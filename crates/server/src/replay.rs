@@ -160,7 +160,7 @@ impl Answer {
         self.told += 1;
         let at = Instant::now();
         let logprob = self.request.logprobs.map(|top| certain(id, top));
-        let mut goes_on = self.sender.send(Event::Token(Token { id, logprob, at }));
+        let mut goes_on = self.sender.send(Event::Token(Token { id, logprob, at, sampled: true }));
         let most = self.request.max_tokens.min(context.saturating_sub(self.request.prompt.len()));
         if self.request.stop_ids.contains(&id) || self.told == self.tokens.len() {
             self.sender.send(Event::Finished(Finish::Stop));

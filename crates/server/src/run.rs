@@ -111,9 +111,13 @@ impl Run {
                 return None;
             }
             Some(Event::Token(token)) => {
-                match choice.answer.last {
-                    Some(last) => self.metrics.inter_token.observe(token.at - last),
-                    None => self.metrics.first_token.observe(token.at - self.submitted),
+                // What stands at an answer's beginning by rule is told before the prompt is computed.
+                match (choice.answer.first, choice.answer.last) {
+                    (Some(_), Some(last)) => self.metrics.inter_token.observe(token.at - last),
+                    _ if token.sampled => {
+                        self.metrics.first_token.observe(token.at - self.submitted);
+                    }
+                    _ => {}
                 }
                 choice.answer.token(token)
             }
@@ -175,8 +179,9 @@ impl Run {
             false => tokens as f64 / time.as_secs_f64(),
         };
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
-        // The first tokens come out of the prompt's last step.
-        let decoded = self.generated().saturating_sub(self.choices.len());
+        // The first tokens come out of the prompt's last step, with those by rule before them.
+        let led: usize = self.choices.iter().map(|choice| choice.answer.led).sum();
+        let decoded = self.generated().saturating_sub(self.choices.len() + led);
         json!({
             "prompt_n": self.prompt - cached.min(self.prompt),
             "cache_n": cached,

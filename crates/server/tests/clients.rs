@@ -1,5 +1,7 @@
 //! Clients that do not behave, on real sockets.
 
+mod common;
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,37 +9,16 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lily_chat::{ChatTemplate, Tokenizer, generation_defaults};
+use common::model;
 use lily_scheduler::{
     Event, EventSender, EventStream, Finish, Generator, Health, Limits, Logprob, Request, Status,
     SubmitError, Token, events,
 };
-use lily_server::{Options, ServedModel, serve};
+use lily_server::{Options, serve};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Most likely tokens that each token comes with: a stream with them soon fills every buffer.
 const TOP: usize = 20;
-
-fn file(name: &str) -> &'static str {
-    let (_, bytes) = lily_demo::FILES.iter().find(|(file, _)| *file == name).unwrap();
-    std::str::from_utf8(bytes).unwrap()
-}
-
-fn model() -> ServedModel {
-    let config = file("tokenizer_config.json");
-    let tokenizer = Arc::new(Tokenizer::from_json(file("tokenizer.json"), Some(config)).unwrap());
-    let config = serde_json::from_str(file("config.json")).unwrap();
-    ServedModel {
-        id: "demo".into(),
-        aliases: Vec::new(),
-        any_name: false,
-        created: 0,
-        template: ChatTemplate::new(file("chat_template.jinja"), &tokenizer).unwrap(),
-        defaults: generation_defaults(Some(file("generation_config.json")), &config).unwrap(),
-        mask: None,
-        tokenizer,
-    }
-}
 
 /// Makes tokens without end, and says how many requests were given up.
 #[derive(Default)]
@@ -57,7 +38,8 @@ impl Endless {
         for n in 0..request.max_tokens {
             let top = (0..TOP as u32).map(|id| (300 + id, -1.0)).collect();
             let logprob = request.logprobs.map(|_| Logprob { chosen: -0.5, top });
-            let token = Token { id: 300 + n as u32 % 50, logprob, at: Instant::now() };
+            let token =
+                Token { id: 300 + n as u32 % 50, logprob, at: Instant::now(), sampled: true };
             if !sender.send(Event::Token(token)) {
                 *self.cancelled.lock().unwrap() += 1;
                 self.changed.notify_all();

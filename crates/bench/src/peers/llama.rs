@@ -132,6 +132,14 @@ pub struct LlamaOptions {
     pub timeout: Duration,
 }
 
+impl LlamaOptions {
+    /// Whether the arguments ask for flash attention: it is not varied then.
+    fn flash(&self) -> Option<bool> {
+        let at = self.args.iter().position(|a| a == "-fa" || a == "--flash-attn")?;
+        Some(self.args.get(at + 1).is_none_or(|value| !["0", "off"].contains(&value.as_str())))
+    }
+}
+
 /// llama.cpp, by one run of `llama-bench` for each measurement: with flash attention and without, the file mapped and
 /// read into memory; the best one counts. It warms up by itself before it measures.
 pub struct LlamaBench {
@@ -177,18 +185,29 @@ impl LlamaBench {
         Ok(reading)
     }
 
-    /// All settings that this program and this machine have.
+    /// All settings that this program and this machine have, but for what the arguments settle.
     fn all_settings(&mut self) -> Result<Vec<Setting>, Trouble> {
         let reading = self.reading()?;
         let unmapped = self.options.unmapped && reading != Reading::Default;
         let reads: &[bool] = if unmapped { &[true, false] } else { &[true] };
-        let flash = |mapped: &bool| [false, true].map(|flash| Setting { flash, mapped: *mapped });
-        Ok(reads.iter().flat_map(flash).collect())
+        let flash: &[bool] = match self.options.flash() {
+            Some(true) => &[true],
+            Some(false) => &[false],
+            None => &[false, true],
+        };
+        let with = |mapped: &bool| {
+            let mapped = *mapped;
+            flash.iter().map(move |flash| Setting { flash: *flash, mapped })
+        };
+        Ok(reads.iter().flat_map(with).collect())
     }
 
     fn arguments(&self, point: Point, setting: Setting) -> Vec<String> {
         let flash = if setting.flash { "1" } else { "0" };
-        let mut args: Vec<String> = ["-o", "json", "-r", "1", "-fa", flash].map(Into::into).into();
+        let mut args: Vec<String> = ["-o", "json", "-r", "1"].map(Into::into).into();
+        if self.options.flash().is_none() {
+            args.extend(["-fa".into(), flash.into()]);
+        }
         let reading = self.reading.unwrap_or(Reading::Default);
         args.extend(reading.arguments(setting.mapped).iter().map(|a| (*a).to_owned()));
         args.extend(["-m".into(), self.options.model.display().to_string()]);
@@ -281,6 +300,12 @@ impl Engine for LlamaBench {
 
     fn warm_up(&mut self, point: Point) -> Result<(), Trouble> {
         self.settings = self.all_settings()?;
+        // The program warms up by itself: where there is nothing to choose from, nothing is left to do.
+        if let [only] = self.settings[..] {
+            self.best.retain(|(k, _)| *k != format!("best at {point}"));
+            self.best.push((format!("best at {point}"), only.to_string()));
+            return Ok(());
+        }
         let times = self.all(point)?;
         let best = times.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
         self.settings = times.iter().filter(|t| t.1 <= HOPELESS * best).map(|t| t.0).collect();

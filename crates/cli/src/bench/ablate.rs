@@ -5,7 +5,6 @@ use lily_bench::ablate::{self, Switch};
 use lily_bench::{Engine, Trouble};
 use lily_cpu::Isa;
 use lily_engine::Cancel;
-use lily_gpu::Tuning;
 use serde_json::json;
 
 use super::load::{Loaded, load};
@@ -14,7 +13,7 @@ use super::record::RecordArgs;
 use crate::failure::{Failure, Interrupted};
 use crate::interrupt::cancel_on_interrupt;
 use crate::model::Opened;
-use crate::options::{ComputeArgs, ModelArgs};
+use crate::options::{ComputeArgs, ModelArgs, Switches, no_switch};
 use crate::output::Stdout;
 
 /// Leave out one optimisation at a time and measure what that costs.
@@ -22,7 +21,7 @@ use crate::output::Stdout;
 /// Each switch is measured in pairs: all optimisations on and this one off, in alternating rounds on the same
 /// shape. The effect is the time without it over the time with it, minus one: positive where it pays. The spread
 /// tells how far the pairs disagree; an effect within it is none. GPUs have a switch for each optimisation of their
-/// kernels. The CPU's are `threads` (one without it), `vectors` (portable code without it), `quantized_activations`
+/// kernels, on CUDA also `graphs` and `early_starts` (kernels that begin while the one before them runs). The CPU's are `threads` (one without it), `vectors` (portable code without it), `quantized_activations`
 /// (f32 without it, as --precise) and `chunks` (16 prompt tokens at once without it).
 #[derive(Args)]
 pub struct AblateArgs {
@@ -62,25 +61,21 @@ const CPU_SWITCHES: [CpuSwitch; 4] = [
 fn names(compute: &ComputeArgs) -> Vec<&'static str> {
     match compute.on_host() {
         true => CPU_SWITCHES.iter().map(|(name, _)| *name).collect(),
-        false => Tuning::SWITCHES.iter().map(|(name, _)| *name).collect(),
+        false => Switches::names(compute.device),
     }
 }
 
 /// How to compute without something.
-fn without(compute: &ComputeArgs, name: &str) -> Result<(ComputeArgs, Tuning), Failure> {
+fn without(compute: &ComputeArgs, name: &str) -> Result<ComputeArgs, Failure> {
     let mut changed = compute.clone();
     let cpu = CPU_SWITCHES.iter().find(|(n, _)| *n == name).filter(|_| compute.on_host());
-    if let Some((_, change)) = cpu {
-        change(&mut changed);
-        return Ok((changed, Tuning::default()));
+    let names = names(compute);
+    match cpu {
+        Some((_, change)) => change(&mut changed),
+        None if names.contains(&name) => changed.without.push(name.to_owned()),
+        None => return Err(no_switch(name, &names)),
     }
-    match Tuning::without(name).filter(|_| !compute.on_host()) {
-        Some(tuning) => Ok((changed, tuning)),
-        None => Err(Failure::usage(
-            format!("this device has no switch {name}"),
-            format!("there are {}", names(compute).join(", ")),
-        )),
-    }
+    Ok(changed)
 }
 
 /// Runs the command.
@@ -89,18 +84,18 @@ pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
         true => names(&args.compute),
         false => args.switch.iter().map(String::as_str).collect(),
     };
-    let changes: Vec<(&str, (ComputeArgs, Tuning))> = wanted
+    let changes: Vec<(&str, ComputeArgs)> = wanted
         .into_iter()
         .map(|name| Ok((name, without(&args.compute, name)?)))
         .collect::<Result<_, Failure>>()?;
     let cancel = cancel_on_interrupt()?;
-    let mut base = open(args, "all on", &args.compute, Tuning::default(), &cancel)?;
+    let mut base = open(args, "all on", &args.compute, &cancel)?;
     let opened = Opened::new(&args.model, &args.compute)?;
     let protocol = args.points.protocol(opened.model.config.max_position_embeddings)?;
     let cancel = &cancel;
-    let switches = changes.into_iter().map(|(name, (compute, tuning))| {
+    let switches = changes.into_iter().map(|(name, compute)| {
         let opens = move || -> Result<Box<dyn Engine>, Trouble> {
-            let loaded = open(args, name, &compute, tuning, cancel);
+            let loaded = open(args, name, &compute, cancel);
             let failed = |error: anyhow::Error| Trouble::Failed(format!("{error:#}"));
             Ok(Box::new(loaded.map_err(failed)?.engine))
         };
@@ -130,12 +125,11 @@ fn open(
     args: &AblateArgs,
     name: &str,
     compute: &ComputeArgs,
-    tuning: Tuning,
     cancel: &Cancel,
 ) -> anyhow::Result<Loaded> {
     let opened = Opened::new(&args.model, compute)?;
     let protocol = args.points.protocol(opened.model.config.max_position_embeddings)?;
-    let device = || Ok(compute.device_with(tuning)?);
+    let device = || Ok(compute.device()?);
     load(&opened, 0.0, device, name, (&protocol, compute.chunk()), cancel)
 }
 
@@ -146,15 +140,9 @@ mod tests {
 
     #[test]
     fn each_switch_changes_one_thing() {
-        let cpu = ComputeArgs {
-            device: DeviceName::Cpu,
-            threads: None,
-            isa: None,
-            precise: false,
-            chunk: None,
-        };
+        let cpu = ComputeArgs::on(DeviceName::Cpu);
         for name in names(&cpu) {
-            let (changed, tuning) = without(&cpu, name).unwrap();
+            let changed = without(&cpu, name).unwrap();
             let differ = [
                 changed.threads != cpu.threads,
                 changed.isa != cpu.isa,
@@ -162,13 +150,22 @@ mod tests {
                 changed.chunk() != cpu.chunk(),
             ];
             assert_eq!(differ.iter().filter(|d| **d).count(), 1, "{name}");
-            assert_eq!(tuning, Tuning::default());
+            assert!(changed.without.is_empty());
         }
         let refused = without(&cpu, "fuse_norm").err().unwrap().to_string();
         assert!(refused.contains("fuse_norm"), "{refused}");
-        let gpu = ComputeArgs { device: DeviceName::Cuda(0), ..cpu };
-        assert_eq!(names(&gpu).len(), Tuning::SWITCHES.len());
-        assert_eq!(without(&gpu, "fuse_norm").unwrap().1, Tuning::without("fuse_norm").unwrap());
-        assert!(without(&gpu, "vectors").is_err());
+        let (mut seen, base) = (Vec::new(), Switches::default());
+        for device in [DeviceName::Cuda(0), DeviceName::Metal] {
+            let gpu = ComputeArgs::on(device);
+            for name in names(&gpu) {
+                let changed = without(&gpu, name).unwrap();
+                let switches = Switches::without(device, &changed.without).unwrap();
+                assert!(switches != base && !seen.contains(&(device, switches)), "{name}");
+                seen.push((device, switches));
+            }
+            assert!(without(&gpu, "vectors").is_err());
+            let driver = without(&gpu, "graphs").map(|c| c.without);
+            assert_eq!(driver.is_ok(), device != DeviceName::Metal);
+        }
     }
 }

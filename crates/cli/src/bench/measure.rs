@@ -69,7 +69,8 @@ pub struct CompareArgs {
     #[arg(long, value_name = "FILE", default_value = "model.gguf", help_heading = "Peers")]
     pub gguf: PathBuf,
 
-    /// More arguments for llama-bench, such as "-ngl 99 -b 2048 -ub 2048".
+    /// More arguments for llama-bench, such as "-ngl 99 -b 2048 -ub 2048". With "-fa 1" or "-fa 0" flash attention is
+    /// not varied, which halves the time.
     #[arg(
         long,
         value_name = "ARGS",
@@ -245,7 +246,8 @@ fn open_peers(
                     model: args.gguf.clone(),
                     threads: compute.threads.filter(|_| compute.on_host()),
                     args: args.llama_args.split_whitespace().map(str::to_owned).collect(),
-                    unmapped: room_for_a_copy(&args.gguf),
+                    // Weights that lie on a GPU are read no faster for it.
+                    unmapped: compute.on_host() && room_for_a_copy(&args.gguf),
                     timeout,
                 };
                 or_missing("llama.cpp", LlamaBench::new(options, cancel.clone()))

@@ -293,6 +293,11 @@ impl Program for CpuProgram {
         self.executor.limits()
     }
 
+    /// Every step has run when it is submitted.
+    fn alone(&self, _: &Step) -> bool {
+        false
+    }
+
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
         let tokens = self.check(&step)?;
         let result = self.timed(|program| program.execute(&step, tokens));

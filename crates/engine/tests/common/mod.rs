@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 
 use lily_device::{
     Call, Counters, Device, Fault, FaultyProgram, Input, Limits, MemoryLimit, MemoryNeed, Output,
-    PrepareError, Program, Refusal, Schedule, Score, SegmentOut, SlotId, Snapshot, Step, StepError,
-    StepOut, Ticket, Weight,
+    PrepareError, Program, Refusal, Schedule, Score, Segment, SegmentOut, SlotId, Snapshot, Step,
+    StepError, StepOut, Ticket, Weight,
 };
 use lily_engine::{
     Cancel, Engine, EngineError, EngineOptions, GenerateParams, Generated, Logprobs, Machine,
@@ -94,6 +94,8 @@ struct Slot {
 pub struct Log {
     /// Rows of each segment of each step.
     pub steps: Vec<Vec<usize>>,
+    /// Steps in flight when each was submitted.
+    pub in_flight: Vec<usize>,
     pub resets: usize,
     pub restores: usize,
     pub undos: usize,
@@ -117,6 +119,8 @@ pub struct FakeProgram {
     slots: Vec<Slot>,
     done: Vec<(u64, Result<StepOut, StepError>)>,
     tickets: u64,
+    /// Steps in which the host takes part run alone, as on a GPU.
+    overlaps: bool,
     log: Arc<Mutex<Log>>,
 }
 
@@ -164,8 +168,19 @@ impl Program for FakeProgram {
         self.limits
     }
 
+    fn alone(&self, step: &Step) -> bool {
+        let read_back = |s: &Segment| match &s.output {
+            Output::None => false,
+            Output::Sample(params) => params.logprobs.is_some(),
+            Output::Hold | Output::Scores(_) | Output::Logits => true,
+        };
+        self.overlaps && step.segments.iter().any(read_back)
+    }
+
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
         rule(self.done.len() < 2, "more than two steps in flight")?;
+        rule(self.done.is_empty() || !self.alone(&step), "a step beside one that runs alone")?;
+        self.log.lock().unwrap().in_flight.push(self.done.len());
         rule(!step.segments.is_empty(), "a step without segments")?;
         let (mut rows, mut need) = (Vec::new(), 0);
         let mut inputs = Vec::new();
@@ -393,8 +408,8 @@ impl Device for FakeDevice {
         limits.pages = self.pages.unwrap_or(limits.pages);
         let slots = vec![Slot::default(); limits.slots];
         let log = Arc::clone(&self.log);
-        let program =
-            Box::new(FakeProgram { plan, limits, slots, done: Vec::new(), tickets: 0, log });
+        let (done, tickets, overlaps) = (Vec::new(), 0, self.overlaps);
+        let program = Box::new(FakeProgram { plan, limits, slots, done, tickets, overlaps, log });
         let submits = self.faults.iter().map(|(n, fault)| (Call::Submit, *n, *fault));
         let schedule = submits.chain(self.schedule.iter().copied()).collect();
         Ok(Box::new(FaultyProgram::with_schedule(program, schedule)))

@@ -359,6 +359,10 @@ impl Program for GpuProgram {
         self.limits
     }
 
+    fn alone(&self, step: &Step) -> bool {
+        self.runs_alone(step)
+    }
+
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
         self.alive()?;
         self.submit_step(step)

@@ -1,8 +1,8 @@
 //! Steps: checked, written into the step's tables, submitted; results taken when they are waited for.
 
 use lily_device::{
-    Input, MAX_IN_FLIGHT, Output, Refusal, SegmentOut, SlotId, Step, StepError, StepOut, Ticket,
-    check_params, check_step,
+    Input, MAX_IN_FLIGHT, Output, Refusal, Segment, SegmentOut, SlotId, Step, StepError, StepOut,
+    Ticket, check_params, check_step,
 };
 use lily_ops::sample::{SampleParams, Sampled};
 
@@ -52,6 +52,19 @@ impl GpuProgram {
         Ok(check_params(params, self.recording.plan().vocab)?)
     }
 
+    /// Whether a step is read back when it is submitted: steps in flight use the same logits.
+    pub(super) fn runs_alone(&self, step: &Step) -> bool {
+        let rows = |s: &Segment| match &s.input {
+            Input::Tokens(list) => list.len(),
+            Input::LastSampled => 1,
+        };
+        let asked_rows: usize = step.segments.iter().map(|s| s.output.rows(rows(s)).len()).sum();
+        step.segments.iter().any(|s| Asked::of(&s.output).is_read_back())
+            || asked_rows > self.limits.outputs
+            || too_many_masks(step)
+            || !self.recording.tuning().token_handoff
+    }
+
     pub(super) fn submit_step(&mut self, step: Step) -> Result<Ticket, StepError> {
         let vocab = self.recording.plan().vocab;
         check_step(&step, vocab, &self.limits, self.flights.len(), &self.slots)?;
@@ -65,13 +78,10 @@ impl GpuProgram {
             .collect();
         let asked: Vec<Asked> = step.segments.iter().map(|s| Asked::of(&s.output)).collect();
         let slots: Vec<SlotId> = step.segments.iter().map(|s| s.slot).collect();
-        // Steps in flight use the other tables; one that is read back at once must be the only one.
         let asked_rows: usize =
             step.segments.iter().zip(&tokens).map(|(s, t)| s.output.rows(t.len()).len()).sum();
-        let alone = asked.iter().any(Asked::is_read_back)
-            || asked_rows > self.limits.outputs
-            || too_many_masks(&step)
-            || !self.recording.tuning().token_handoff;
+        let alone = self.runs_alone(&step);
+        // Steps in flight use the other tables; one that is read back at once must be the only one.
         if alone {
             self.idle(None, "a step whose logits are read back")?;
         }

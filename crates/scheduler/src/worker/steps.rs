@@ -34,26 +34,31 @@ impl Worker {
         }
         let depth = 1 + usize::from(self.engine.as_ref().is_some_and(Engine::overlaps));
         while self.flights.len() < depth {
+            let turn = (self.last_prompt, self.prompts_last);
             let parts = self.plan();
             if parts.is_empty() {
                 break;
             }
-            if !self.pages_suffice(&parts) {
-                // What is in flight may end, and cannot be copied.
-                if !self.flights.is_empty() {
-                    break;
-                }
-                if self.preempt()? {
-                    continue;
-                }
+            let enough = self.pages_suffice(&parts);
+            if !enough && self.flights.is_empty() && self.preempt()? {
+                continue;
             }
             let flying = self.flights.len();
-            match self.launch(&parts) {
-                Ok(()) if self.flights.len() == flying => break,
-                Ok(()) => {}
-                // Again when what is in flight has landed: that may be why.
-                Err((error, _)) if !self.flights.is_empty() && !is_lost(&error) => break,
-                Err((error, order)) => return self.step_failed(error, &order, false),
+            // What is in flight may end and give pages back; it cannot be copied.
+            let launched = match enough || flying == 0 {
+                true => self.launch(&parts),
+                false => Ok(()),
+            };
+            match launched {
+                Ok(()) if self.flights.len() > flying => {}
+                Err((error, order)) if flying == 0 || is_lost(&error) => {
+                    return self.step_failed(error, &order, false);
+                }
+                // Again when what is in flight has landed: that may be why. It is the same one's turn then.
+                _ => {
+                    (self.last_prompt, self.prompts_last) = turn;
+                    break;
+                }
             }
         }
         self.land(false)
@@ -126,7 +131,8 @@ impl Worker {
         parts.iter().map(need).sum::<usize>() <= engine.free_pages()
     }
 
-    /// Hands a step to the device. An error comes with the numbers of the jobs in it.
+    /// Hands a step to the device, unless it has to wait for those in flight. An error comes with the numbers of the
+    /// jobs in it.
     fn launch(&mut self, parts: &[Part]) -> Result<(), (EngineError, Vec<u64>)> {
         let Some(engine) = &mut self.engine else { return Ok(()) };
         let mut work = Vec::new();
@@ -146,7 +152,7 @@ impl Worker {
                 work.push(next);
             }
         }
-        if work.is_empty() {
+        if work.is_empty() || engine.waits(&work) {
             return Ok(());
         }
         let started = Instant::now();

@@ -130,6 +130,9 @@ impl Program for GatedProgram {
     fn limits(&self) -> Limits {
         self.inner.limits()
     }
+    fn alone(&self, step: &Step) -> bool {
+        self.inner.alone(step)
+    }
     fn submit(&mut self, step: Step) -> Result<Ticket, StepError> {
         self.gate.enter();
         self.inner.submit(step)

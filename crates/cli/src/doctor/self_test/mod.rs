@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::DoctorArgs;
 use crate::failure::Failure;
-use crate::options::{ComputeArgs, DeviceName, unopened};
+use crate::options::{ComputeArgs, DeviceName, Switches, unopened};
 use crate::output::{Stdout, note};
 
 /// How a part ended.
@@ -133,5 +133,5 @@ fn write(path: &Path, report: &Value) -> anyhow::Result<()> {
 
 /// A driver of the device; `None` for the CPU.
 fn driver(device: DeviceName) -> anyhow::Result<Option<Box<dyn lily_gpu::Driver>>> {
-    Ok(device.opener().map(|open| open().map_err(unopened)).transpose()?)
+    Ok(device.opener(&Switches::default()).map(|open| open().map_err(unopened)).transpose()?)
 }
