@@ -13,6 +13,7 @@ typedef unsigned long long ulong;
 #define OUT(i, T, name)  T *name
 #define ARGS(i, T, name) const __grid_constant__ T name
 #define SHARED(T, name, n) __shared__ __align__(16) T name[n]
+#define SHARED_48K SHARED // Metal has 32 KiB
 #define KERNEL(name, maxthreads, ...) extern "C" __global__ void __launch_bounds__(maxthreads) name(__VA_ARGS__)
 #define k_group  (uint3{blockIdx.x, blockIdx.y, blockIdx.z})
 #define k_groups (uint3{gridDim.x, gridDim.y, gridDim.z})

@@ -195,11 +195,11 @@ static void launch(Dim3 G, Dim3 T, Body body, void *closure, const Options &o) {
     }
   }
 }
-void *shared(const void *site, size_t bytes, size_t align) {
+void *shared(const void *site, size_t bytes, size_t align, size_t limit) {
   World &w = W();
   for (auto &s : w.sites) if (s.key == site) return w.arena + s.off;
   size_t off = (w.used + align - 1) & ~(align - 1);
-  if (off + bytes > 32768) { fail(w, "more than 32 KiB of threadgroup memory"); end_fiber(w); }
+  if (off + bytes > limit) { fail(w, "more than %zu KiB of threadgroup memory", limit >> 10); end_fiber(w); }
   w.used = off + bytes; w.sites.push_back({site, off, bytes}); w.used = (w.used + 15) & ~(size_t)15; if (w.used > w.high) { poison(w.arena + w.high, w.used - w.high); w.high = w.used; } return w.arena + off;
 }
 void barrier(const char *file, int line, bool simd) {
