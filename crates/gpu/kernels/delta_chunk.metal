@@ -5,7 +5,7 @@
 // last. One recalls and corrects (K S^T and D), the other reads (Q S^T and Y): that Y is completed while the first one makes the next chunk's D. All products are transposed: S is the left operand
 // as it lies in registers, so is every result; K, Q come from threadgroup memory, T and M from memory in the order of the products.
 // Expected, a simdgroup, chunk and head of 128: 64 products of S, 18 of T or M, 64 of the update: 146 x 2048 multiply-adds; 32 ldmatrix without conflicts of
-// banks, some 400 instructions of conversion and decay, two barriers. A threadgroup reads 18 KB of K, Q and V and 6.25 KB of parts, out of the second-level cache.
+// banks, some 400 instructions of conversion and decay, two barriers. A threadgroup reads 18 KB of K, Q and V and 6.5 KB of parts, out of the second-level cache.
 
 #define CHUNK_VALUES 32u                  // rows of S
 #define CHUNK_LINE (KEY_DIM + 8u)         // bf16 of a row of K or Q: the eight rows of an ldmatrix lie in different banks
@@ -176,20 +176,22 @@ FN void chunk_write(const THREAD float (&y)[4][4], DEVICE bf16 *out, uint stride
     }
 }
 
-// A lane's words of a triangle, and the gates of its columns.
-FN void chunk_fetch(const DEVICE uint *part, uint triangle, THREAD uint4 (&w)[CHUNK_BLOCKS], THREAD float (&from)[4][2], THREAD float (&to)[4][2], uint lane)
+// A factor of the lane's columns.
+FN void chunk_factor(const DEVICE uint *part, uint factor, THREAD float (&to)[4][2], uint lane)
+{
+#pragma unroll
+  for (uint j = 0; j < 4; j++) {
+    const uint2 x = load2(part + CHUNK_FACTORS + factor * CHUNK + j * 8 + lane % 4 * 2);
+    to[j][0] = as_f(x.x);
+    to[j][1] = as_f(x.y);
+  }
+}
+
+// A lane's words of a triangle.
+FN void chunk_fetch(const DEVICE uint *part, uint triangle, THREAD uint4 (&w)[CHUNK_BLOCKS], uint lane)
 {
 #pragma unroll
   for (uint i = 0; i < CHUNK_BLOCKS; i++) w[i] = load4(part + triangle * CHUNK_TRIANGLE + i * 128 + lane * 4);
-#pragma unroll
-  for (uint j = 0; j < 4; j++) {
-    const DEVICE uint *at = part + 2 * CHUNK_TRIANGLE + j * 8 + lane % 4 * 2;
-    const uint2 f = load2(at), g = load2(at + CHUNK);
-    from[j][0] = as_f(f.x);
-    from[j][1] = as_f(f.y);
-    to[j][0] = as_f(g.x);
-    to[j][1] = as_f(g.y);
-  }
 }
 
 FN void chunk_rows(const DEVICE bf16 *qkv, const DEVICE uint *parts, const DEVICE SegmentEntry *segments, const DEVICE SlotHeader *headers,
@@ -205,7 +207,7 @@ FN void chunk_rows(const DEVICE bf16 *qkv, const DEVICE uint *parts, const DEVIC
   TG float *corrections = shared_d + simd % 2 * 512 + lane * 4;
   chunk_send(mem, q, k, v, p.channels, min(rows, CHUNK), tid);
 
-  float s[KEY_DIM / 8u][4], y[4][4], d[4][4], from[4][2], until[4][2];
+  float s[KEY_DIM / 8u][4], y[4][4], d[4][4];
   uint4 w[CHUNK_BLOCKS];
   const DEVICE float *state = states + state_base(headers, slot, 0, p.state_words) + at;
 #pragma unroll
@@ -229,7 +231,13 @@ FN void chunk_rows(const DEVICE bf16 *qkv, const DEVICE uint *parts, const DEVIC
       chunk_triangle(d, w, y);
       chunk_write(y, to + ulong(start - CHUNK) * p.heads * VALUE_DIM, p.heads * VALUE_DIM, CHUNK, lane);
     }
-    chunk_fetch(parts + chunk_part(segments, group.z, start / CHUNK, p.heads, head), reads ? 1 : 0, w, from, until, lane);
+    const DEVICE uint *part = parts + chunk_part(segments, group.z, start / CHUNK, p.heads, head);
+    const float fade = as_f(part[CHUNK_FACTORS + 2 * CHUNK - 1]);
+    float from[4][2], until[4][2], beta[4][2];
+    chunk_fetch(part, reads ? 1 : 0, w, lane);
+    chunk_factor(part, reads ? 1 : 0, from, lane);
+    chunk_factor(part, 2, until, lane);
+    chunk_factor(part, 3, beta, lane);
     chunk_recall(s, reads ? queries : keys, y, lane);
 #pragma unroll
     for (uint j = 0; j < 4; j++)
@@ -243,11 +251,11 @@ FN void chunk_rows(const DEVICE bf16 *qkv, const DEVICE uint *parts, const DEVIC
         chunk_load_transposed(x, values + j * 8 * CHUNK_VALUE_LINE, CHUNK_VALUE_LINE, lane);
 #pragma unroll
         for (uint i = 0; i < 4; i++) {
-          y[j + i % 2][i / 2 * 2] = bf16_low(x[i]) - y[j + i % 2][i / 2 * 2];
-          y[j + i % 2][i / 2 * 2 + 1] = bf16_high(x[i]) - y[j + i % 2][i / 2 * 2 + 1];
+          const uint t = j + i % 2, h = i / 2 * 2;
+          d[t][h] = y[t][h] = fma(beta[t][0], bf16_low(x[i]), -y[t][h]);
+          d[t][h + 1] = y[t][h + 1] = fma(beta[t][1], bf16_high(x[i]), -y[t][h + 1]);
         }
       }
-      chunk_zero(d);
       chunk_triangle(y, w, d);
 #pragma unroll
       for (uint j = 0; j < 4; j++) store4(corrections + j * 128, d[j][0], d[j][1], d[j][2], d[j][3]);
@@ -264,7 +272,7 @@ FN void chunk_rows(const DEVICE bf16 *qkv, const DEVICE uint *parts, const DEVIC
 #pragma unroll
       for (uint e = 0; e < 4; e++) faded[j][e] = d[j][e] * until[j][e % 2];
     }
-    chunk_update(s, faded, keys, simd_shuffle(from[3][1], 3), lane);
+    chunk_update(s, faded, keys, fade, lane);
   }
   if (reads) {
     const uint start = (rows - 1) / CHUNK * CHUNK;

@@ -1,20 +1,21 @@
 #if (defined(K_CUDA) || defined(K_CPU)) && KEY_DIM <= 128u
 // The gated delta rule, CHUNK tokens at a time, by mma.sync m16n8k16. Per value head, with the state S [VALUE_DIM][KEY_DIM] in front of a chunk, rows of K, Q and
 // V for its tokens, g and beta their gates, f(t, s) the product of g behind s up to t, and f(t) that from the chunk's first token on:
-//   A[t][s] = beta[t] f(t, s) (K K^T)[t][s] for s < t    T = (I + A)^-1 diag(beta)    M[t][s] = f(t, s) (Q K^T)[t][s] for s <= t
-//   D = T (V - diag(f) K S^T)    Y = diag(f) Q S^T + M D    S = f(last) S + D^T diag(f(last, t)) K
+//   A[t][s] = beta[t] f(t, s) (K K^T)[t][s] for s < t    T = (I + A)^-1 - I    M[t][s] = f(t, s) (Q K^T)[t][s] for s <= t
+//   R = diag(beta) (V - diag(f) K S^T)    D = R + T R    Y = diag(f) Q S^T + M D    S = f(last) S + D^T diag(f(last, t)) K
 // D has the corrections d of the token by token form, of which the rule makes a triangular system. f is multiplied up, never divided, so that decays of any
 // strength, 0 too, do no harm.
 //
 // delta_chunk_parts makes T and M of all chunks at once, a simdgroup each; delta_chunk goes from chunk to chunk. Products have operands of bf16: K, Q and
-// V are that; S, T, M and D are taken as two parts, whose product of low with low is left out (2^-18 of the whole). Everything else is f32.
+// V are that; S, T, M, R and D are taken as two parts, whose product of low with low is left out (2^-18 of the whole). Everything else is f32.
 //
 // Lane l of a 16 x 8 result has the rows l / 4 and l / 4 + 8 and the columns 2 (l % 4) and the next.
 
 #define CHUNK 32u
 #define CHUNK_BLOCKS 6u                           // of 8 rows and 16 columns, in a lower triangle of CHUNK x CHUNK
 #define CHUNK_TRIANGLE (CHUNK_BLOCKS * 128u)      // words of one: four a lane and block, both parts of what is multiplied
-#define CHUNK_PART (2u * CHUNK_TRIANGLE + 2u * CHUNK) // words of a chunk's T, M, f(t) and f(last, t)
+#define CHUNK_FACTORS (2u * CHUNK_TRIANGLE)       // behind T and M: beta f, f(t), f(last, t), beta, CHUNK words each
+#define CHUNK_PART (CHUNK_FACTORS + 4u * CHUNK)   // words of a chunk's part
 #define CHUNK_SIMDS 4u
 
 // Both parts of two neighbours.
@@ -34,7 +35,7 @@ FN ulong chunk_part(const DEVICE SegmentEntry *segments, uint segment, uint chun
 FN constexpr uint chunk_block(uint tile) { return tile < 2 ? tile : 2 * tile - 2; }
 
 // What this file makes, T and M of a chunk.
-// Expected, a chunk and head of 128: 16 KB of K and Q (shared by the heads of a key head), 6.25 KB written; 96 products, some 500 fma and 128
+// Expected, a chunk and head of 128: 16 KB of K and Q (shared by the heads of a key head), 6.5 KB written; 96 products, some 500 fma and 128
 // loads of 16 bytes of the substitution. There are 2,048 simdgroups of it in 2,048 tokens of 32 heads.
 
 #define CHUNK_ROW (CHUNK + 4u) // floats of a row: eight rows of a result lie in different banks
@@ -76,7 +77,7 @@ FN void chunk_products(const DEVICE bf16 *q, const DEVICE bf16 *k, uint channels
   }
 }
 
-// Column `lane` of (I + A)^-1, row by row.
+// Column `lane` of (I + A)^-1, row by row, with its 1.
 FN void chunk_invert(const TG float *a, THREAD float (&x)[CHUNK], uint lane)
 {
 #pragma unroll
@@ -122,8 +123,9 @@ FN void chunk_parts(const DEVICE bf16 *q, const DEVICE bf16 *k, const DEVICE flo
     here = t == lane ? all : here;
     mem[t * CHUNK_ROW + lane] = t < lane ? 0.0f : fade;
   }
-  to[2 * CHUNK_TRIANGLE + lane] = as_u(here);
-  to[2 * CHUNK_TRIANGLE + CHUNK + lane] = as_u(fade);
+  const float factors[4] = {b * here, here, fade, b};
+#pragma unroll
+  for (uint i = 0; i < 4; i++) to[CHUNK_FACTORS + i * CHUNK + lane] = as_u(factors[i]);
   simd_fence(); // f is there
 #pragma unroll
   for (uint i = 0; i < 6; i++)
@@ -145,7 +147,7 @@ FN void chunk_parts(const DEVICE bf16 *q, const DEVICE bf16 *k, const DEVICE flo
   chunk_invert(mem, x, lane);
   simd_fence(); // A has been read
 #pragma unroll
-  for (uint i = 0; i < CHUNK; i++) mem[i * CHUNK_ROW + lane] = x[i] * b;
+  for (uint i = 0; i < CHUNK; i++) mem[i * CHUNK_ROW + lane] = i == lane ? 0.0f : x[i];
   simd_fence(); // T is there
 #pragma unroll
   for (uint tile = 0; tile < 4; tile++)

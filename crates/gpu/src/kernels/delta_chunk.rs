@@ -36,8 +36,8 @@ const VALUES: u32 = 32;
 const SIMDS: u32 = 4;
 /// Elements of the largest key head that registers and threadgroup memory have room for.
 const MOST_KEYS: u32 = 128;
-/// Words of what is prepared of a chunk and head: two triangles of six blocks of 128, two factors a token.
-const PART: u32 = 2 * 6 * 128 + 2 * CHUNK;
+/// Words of what is prepared of a chunk and head: two triangles of six blocks of 128, four factors a token.
+const PART: u32 = 2 * 6 * 128 + 4 * CHUNK;
 
 /// Threadgroup memory of `delta_chunk`: K, Q and V of two chunks, padded, and the corrections of one.
 fn threadgroup_bytes(shape: &Shape) -> u32 {
