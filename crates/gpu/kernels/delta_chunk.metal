@@ -176,14 +176,14 @@ FN void chunk_write(const THREAD float (&y)[4][4], DEVICE bf16 *out, uint stride
     }
 }
 
-// A factor of the lane's columns.
+// A factor of the lane's columns: on its way from here on, however late it is used.
 FN void chunk_factor(const DEVICE uint *part, uint factor, THREAD float (&to)[4][2], uint lane)
 {
 #pragma unroll
   for (uint j = 0; j < 4; j++) {
-    const uint2 x = load2(part + CHUNK_FACTORS + factor * CHUNK + j * 8 + lane % 4 * 2);
-    to[j][0] = as_f(x.x);
-    to[j][1] = as_f(x.y);
+    const DEVICE uint *at = part + CHUNK_FACTORS + factor * CHUNK + j * 8 + lane % 4 * 2;
+    to[j][0] = as_f(load_ahead(at));
+    to[j][1] = as_f(load_ahead(at + 1));
   }
 }
 

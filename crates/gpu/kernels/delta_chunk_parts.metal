@@ -48,7 +48,7 @@ FN void chunk_products(const DEVICE bf16 *q, const DEVICE bf16 *k, uint channels
   for (uint i = 0; i < 6; i++)
 #pragma unroll
     for (uint e = 0; e < 4; e++) kk[i][e] = qk[i][e] = 0.0f;
-#pragma unroll
+#pragma unroll 1
   for (uint d = 0; d < KEY_DIM; d += 32) {
     uint4 keys[4], queries[4];
 #pragma unroll
@@ -136,6 +136,13 @@ FN void chunk_parts(const DEVICE bf16 *q, const DEVICE bf16 *k, const DEVICE flo
       kk[i][e] *= f * simd_shuffle(b, t);
       qk[i][e] *= f;
     }
+#pragma unroll
+  for (uint tile = 0; tile < 4; tile++)
+#pragma unroll
+    for (uint s = 0; s <= tile / 2; s++) {
+      const uint i = tile / 2 * 2 + 2 * s, h = tile % 2 * 2;
+      chunk_store(to + CHUNK_TRIANGLE, chunk_block(tile) + s, qk[i][h], qk[i][h + 1], qk[i + 1][h], qk[i + 1][h + 1], lane);
+    }
   simd_fence(); // f has been read
 #pragma unroll
   for (uint i = 0; i < 6; i++)
@@ -155,8 +162,6 @@ FN void chunk_parts(const DEVICE bf16 *q, const DEVICE bf16 *k, const DEVICE flo
     for (uint s = 0; s <= tile / 2; s++) {
       const TG float *row = mem + (tile * 8 + lane / 4) * CHUNK_ROW + s * 16 + lane % 4 * 2;
       chunk_store(to, chunk_block(tile) + s, row[0], row[1], row[8], row[9], lane);
-      const uint i = tile / 2 * 2 + 2 * s, h = tile % 2 * 2;
-      chunk_store(to + CHUNK_TRIANGLE, chunk_block(tile) + s, qk[i][h], qk[i][h + 1], qk[i + 1][h], qk[i + 1][h + 1], lane);
     }
 }
 

@@ -32,7 +32,8 @@ fn errors(got: &[f32], want: &[f32]) -> [String; 2] {
     let largest = want.iter().fold(0f64, |m, x| m.max(f64::from(x.abs())));
     let differences = got.iter().zip(want).map(|(g, w)| (f64::from(*g) - f64::from(*w)).abs());
     let squares: f64 = differences.clone().map(|d| d * d).sum();
-    [differences.fold(0.0, f64::max), (squares / want.len() as f64).sqrt()].map(|e| format!("{:.1e}", e / largest))
+    [differences.fold(0.0, f64::max), (squares / want.len() as f64).sqrt()]
+        .map(|e| format!("{:.1e}", e / largest))
 }
 
 /// Every case, within the operation's tolerance; segments of a chunk or more take the matrix units.
