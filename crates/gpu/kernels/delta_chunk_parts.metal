@@ -133,7 +133,7 @@ FN void chunk_parts(const DEVICE bf16 *q, const DEVICE bf16 *k, const DEVICE flo
     for (uint e = 0; e < 4; e++) {
       const uint t = (i < 2 ? 0 : 16) + lane / 4 + e / 2 * 8, s = (i < 2 ? i : i - 2) * 8 + lane % 4 * 2 + e % 2;
       const float f = mem[t * CHUNK_ROW + s];
-      kk[i][e] *= f * simd_shuffle(b, t);
+      mem[t * CHUNK_ROW + s] = kk[i][e] * f * simd_shuffle(b, t); // A takes the place that the lane has read
       qk[i][e] *= f;
     }
 #pragma unroll
@@ -143,12 +143,6 @@ FN void chunk_parts(const DEVICE bf16 *q, const DEVICE bf16 *k, const DEVICE flo
       const uint i = tile / 2 * 2 + 2 * s, h = tile % 2 * 2;
       chunk_store(to + CHUNK_TRIANGLE, chunk_block(tile) + s, qk[i][h], qk[i][h + 1], qk[i + 1][h], qk[i + 1][h + 1], lane);
     }
-  simd_fence(); // f has been read
-#pragma unroll
-  for (uint i = 0; i < 6; i++)
-#pragma unroll
-    for (uint e = 0; e < 4; e++)
-      mem[((i < 2 ? 0 : 16) + lane / 4 + e / 2 * 8) * CHUNK_ROW + (i < 2 ? i : i - 2) * 8 + lane % 4 * 2 + e % 2] = kk[i][e];
   simd_fence(); // A is there
   float x[CHUNK];
   chunk_invert(mem, x, lane);
