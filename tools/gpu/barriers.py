@@ -28,6 +28,7 @@ TESTS = {
     "attention_tile_mma": [("attention", "small_prompts_by_mma")],
     "attention_units": [("attention", "small_pages_by_mma")],
     "delta": [("delta", "small_decode")],
+    "delta_chunk": [("chunks", "small_chunks")],
     "elementwise": [("conformance", "rms_norm/2/128")],
     "gemv": [("gemv", "small_fused_forms"), ("conformance", "linear/q4-f32/8x2048->48")],
     "gemv_mma": [("gemv", "small_products_by_mma")],

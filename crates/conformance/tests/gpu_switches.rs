@@ -31,8 +31,8 @@ const NEAR: [&str; 5] =
     ["fuse_conv", "fuse_scan_norm", "fuse_experts_in", "fuse_experts_out", "fuse_qk_prep"];
 /// How near, as part of the logits' root mean square: on tiny-c that is 0.35, the bound of a GPU's distance from mlx-lm.
 const NEARNESS: f32 = 0.17;
-/// The first two need 32K tokens and heads of 256 elements: see softgpu's tests/real_widths.rs; the last two a device with `mma.sync`.
-const ELSEWHERE: [&str; 3] = ["fixed_block", "matrix_attention", "matrix_gemv"];
+/// The first two need 32K tokens and heads of 256 elements: see softgpu's tests/real_widths.rs; the last three a device with `mma.sync`.
+const ELSEWHERE: [&str; 4] = ["fixed_block", "matrix_attention", "matrix_gemv", "chunked_scan"];
 
 struct Ran {
     logits: Vec<f32>,
@@ -139,6 +139,57 @@ fn matrix_units_for_few_rows() {
     assert!(error > 0.0 && error <= 0.35, "{error}");
     assert!(equal * 10 >= on.len() / model.plan.vocab * 9, "{equal}");
     assert_eq!(logits(1, Tuning::default()), on, "the number of slots changes nothing");
+}
+
+/// A device with `mma.sync` takes the recurrence of a prompt chunk by chunk: near the scan token by token, and as near the golden logits.
+/// A prompt's first steps are shorter than a chunk, its others are not.
+#[test]
+fn chunks_of_the_recurrence() {
+    for (name, bound, least) in [("tiny-a", 1.5, 32), ("tiny-c", 0.35, 36)] {
+        let fixture = Fixture::open(name);
+        let model =
+            lily_model::load(&fixture.checkpoint, Precision::Standard).expect("the model loads");
+        let logits = |chunks: &[usize], tuning: Tuning| {
+            let host = Profile::named("softgpu").expect("known");
+            let profile = Profile { mma: true, threadgroup_memory: 48 << 10, ..host };
+            let options = Options { profile: profile.clone(), ..Options::default() };
+            let open = move || Ok(Box::new(SoftDriver::new(options.clone())) as Box<dyn Driver>);
+            let limits = Limits { outputs: 40, ..Limits::new(1, 256, 64) };
+            let device = GpuDevice::new(profile, tuning, Box::new(open));
+            let program = device.prepare(model.plan.clone(), model.weights.clone(), limits);
+            let mut program = program.expect("the plan is prepared");
+            let mut at = 0;
+            let mut rows = Vec::new();
+            for n in chunks {
+                let input = Input::Tokens(fixture.tokens[at..at + n].to_vec());
+                let out = program.run(Step::one(SLOT, input, Output::Logits)).expect("it runs");
+                match out.segments.into_iter().next() {
+                    Some(SegmentOut::Logits(own)) => rows.extend(own),
+                    other => panic!("{other:?}"),
+                }
+                at += n;
+            }
+            rows
+        };
+        let off = Tuning::without("chunked_scan").expect("a switch");
+        let vocab = model.plan.vocab;
+        let (_, want) = fixture.golden("logits_f32_prefill");
+        for chunks in [vec![40], vec![3, 34, 3]] {
+            let (on, plain) = (logits(&chunks, Tuning::default()), logits(&chunks, off));
+            let (error, golden) = (max_abs(&on, &plain), max_abs(&on, want));
+            let equal = argmax_equal(&on, &plain, vocab);
+            let right = argmax_equal(&on, want, vocab);
+            println!(
+                "{name}, {chunks:?}: max abs {error:.4} from the scan, top-1 equal {equal}; {golden:.4} from \
+                 mlx-lm ({:.4} by the scan), {right}",
+                max_abs(&plain, want)
+            );
+            // tiny-a: a token may choose another expert.
+            let near = if name == "tiny-c" { bound / 2.0 } else { bound };
+            assert!(error > 0.0 && error <= near && equal >= 36, "{name}: {error}, {equal}");
+            assert!(golden <= bound && right >= least, "{name}: {golden}, {right}");
+        }
+    }
 }
 
 #[test]

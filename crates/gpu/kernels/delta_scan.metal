@@ -138,7 +138,7 @@ template <uint R> FN void delta_scan_rows(const DEVICE bf16 *qkv, const DEVICE f
   KERNEL(delta_scan_##R, 256, IN(0, bf16, qkv), IN(1, float, decay), IN(2, float, beta), IN(3, SegmentEntry, segments), IN(4, SlotHeader, headers), \
          OUT(5, float, states), OUT(6, bf16, out), ARGS(7, ScanArgs, p))                                                                            \
   {                                                                                                                                                 \
-    if (p.start < segments[k_group.z].rows)                                                                                                         \
+    if (p.start < segments[k_group.z].rows && segments[k_group.z].rows < p.below) /* the others are delta_chunk's */                                \
       delta_scan_rows<R>(qkv, decay, beta, segments + k_group.z, headers, states, out, p, k_group.y, (k_group.x * p.simds + k_simd) * R, k_lane);   \
   }
 DELTA_SCAN(1)

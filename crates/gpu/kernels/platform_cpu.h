@@ -59,7 +59,10 @@ inline uint tg_add(uint *p, uint x) { return __atomic_fetch_add(p, x, __ATOMIC_R
 #define OUT(i, T, name)  T *name
 #define ARGS(i, T, name) const T &name
 #define SHARED(T, name, n) static const char name##_site = 0; T (&name)[n] = *(T(*)[n])emu::shared(&name##_site, sizeof(T[n]), 16)
-#define SHARED_LARGE(T, name, n) static const char name##_site = 0; T (&name)[n] = *(T(*)[n])emu::shared_large(&name##_site, sizeof(T[n]), 16)
+// Of kernels that Metal does not have.
+#define SHARED_48K(T, name, n) static const char name##_site = 0; T (&name)[n] = *(T(*)[n])emu::shared(&name##_site, sizeof(T[n]), 16, 49152)
+// Of kernels that only some GPUs run.
+#define SHARED_LARGE(T, name, n) static const char name##_site = 0; T (&name)[n] = *(T(*)[n])emu::shared(&name##_site, sizeof(T[n]), 16, 232448)
 template <class T> struct emu_arg; // void *const *slots -> argument
 template <class T> struct emu_arg<T *> { static T *get(void *s) { return (T *)s; } static constexpr int is_args = 0; };
 template <class T> struct emu_arg<const T &> { static const T &get(void *s) { return *(const T *)s; } static constexpr int is_args = sizeof(T); };

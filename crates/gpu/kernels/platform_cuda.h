@@ -15,6 +15,7 @@ typedef unsigned long long ulong;
 #define SHARED(T, name, n) __shared__ __align__(16) T name[n]
 // More of it than a kernel's text may have: the driver sets it aside for the kernels of text::LARGE_MEMORY.
 #define SHARED_LARGE(T, name, n) extern __shared__ __align__(16) uint large_memory[]; T *const name = (T *)large_memory
+#define SHARED_48K SHARED // Metal has 32 KiB
 #define KERNEL(name, maxthreads, ...) extern "C" __global__ void __launch_bounds__(maxthreads) name(__VA_ARGS__)
 #define k_group  (uint3{blockIdx.x, blockIdx.y, blockIdx.z})
 #define k_groups (uint3{gridDim.x, gridDim.y, gridDim.z})

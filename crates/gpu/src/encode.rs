@@ -99,7 +99,7 @@ pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), S
         Op::DeltaScan(op) => {
             let [qkv, decay, beta, out] = [op.qkv, op.decay, op.beta, op.out].map(|v| b.value(v));
             let inputs = delta::ScanInputs { qkv, decay, beta, key_heads: op.key_heads };
-            delta::delta_scan(r, c, inputs, op.layer, layers, out);
+            delta::delta_scan(r, c, b.scratch, inputs, op.layer, layers, out);
         }
         Op::GatedRmsNorm(op) => {
             let [y, z, out] = [op.y, op.z, op.out].map(|v| b.value(v));

@@ -130,6 +130,8 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("attention_prefill.metal"),
     kernel_file!("delta.metal"),
     kernel_file!("delta_scan.metal"),
+    kernel_file!("delta_chunk_parts.metal"),
+    kernel_file!("delta_chunk.metal"),
     kernel_file!("sample.metal"),
     kernel_file!("sample_pick.metal"),
 ];
@@ -146,7 +148,13 @@ pub fn is_tile_kernel(kernel: &str) -> bool {
 }
 
 /// Kernel files that are empty without `mma.sync`.
-const MMA_FILES: [&str; 3] = ["gemv_mma.metal", "moe_mma.metal", "attention_units.metal"];
+const MMA_FILES: [&str; 5] = [
+    "gemv_mma.metal",
+    "moe_mma.metal",
+    "attention_units.metal",
+    "delta_chunk_parts.metal",
+    "delta_chunk.metal",
+];
 
 /// The kernels of a platform's texts, in order.
 pub fn kernels(platform: Platform) -> Vec<String> {
@@ -318,11 +326,13 @@ mod tests {
             "decode_experts_mma",
             "decode_experts_out_mma",
             "attention_fixed_units",
+            "delta_chunk_parts",
+            "delta_chunk",
         ];
         assert_eq!(more(Platform::Host), mma);
         assert_eq!(
             (more(Platform::Cuda), kernels(Platform::Cuda).len()),
-            (mma.map(String::from).into(), names.len() + 5)
+            (mma.map(String::from).into(), names.len() + 7)
         );
         for name in
             ["fill_words", "gemm_q4_n64", "delta_scan_8", "flash_attention_16", "sample_pick"]

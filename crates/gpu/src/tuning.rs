@@ -11,6 +11,8 @@ pub struct Tuning {
     pub adaptive_tiles: bool,
     /// The prefill scan keeps the recurrent state in registers; off: blocks of 32 tokens through memory.
     pub register_scan: bool,
+    /// With `mma.sync`: the prefill scan goes chunk by chunk, by matrix units; off: token by token.
+    pub chunked_scan: bool,
     /// Convolution, silu, q/k normalization and gates of the recurrent layers are one kernel; off: one each.
     pub fuse_conv: bool,
     /// Decode: a norm and the projections that read it are one kernel; off: the norm is its own.
@@ -48,6 +50,7 @@ impl Default for Tuning {
             gpu_routing: true,
             adaptive_tiles: true,
             register_scan: true,
+            chunked_scan: true,
             fuse_conv: true,
             fuse_norm: true,
             matrix_gemv: true,
@@ -76,6 +79,7 @@ impl Tuning {
         ("gpu_routing", |t| &mut t.gpu_routing),
         ("adaptive_tiles", |t| &mut t.adaptive_tiles),
         ("register_scan", |t| &mut t.register_scan),
+        ("chunked_scan", |t| &mut t.chunked_scan),
         ("fuse_conv", |t| &mut t.fuse_conv),
         ("fuse_norm", |t| &mut t.fuse_norm),
         ("matrix_gemv", |t| &mut t.matrix_gemv),

@@ -60,8 +60,8 @@ static const size_t STACK =
 #else
   64 << 10;
 #endif
-// Threadgroup memory: what a text may have, and what some GPUs give a kernel that asks for it.
-static const size_t SMALL = 32768, LARGE = 232448, ARENA = 256 << 10;
+// Threadgroup memory: what is poisoned before a kernel has told, and what there is.
+static const size_t SMALL = 32768, ARENA = 256 << 10;
 struct Site { const void *key; size_t off, bytes; };
 struct Stats { uint64_t threads, switches, barriers, simd_ops; };
 struct World {
@@ -199,15 +199,13 @@ static void launch(Dim3 G, Dim3 T, Body body, void *closure, const Options &o) {
     }
   }
 }
-static void *shared_up_to(size_t most, const void *site, size_t bytes, size_t align) {
+void *shared(const void *site, size_t bytes, size_t align, size_t limit) {
   World &w = W();
   for (auto &s : w.sites) if (s.key == site) return w.arena + s.off;
   size_t off = (w.used + align - 1) & ~(align - 1);
-  if (off + bytes > most) { fail(w, "more than %zu KiB of threadgroup memory", most >> 10); end_fiber(w); }
+  if (off + bytes > limit) { fail(w, "more than %zu KiB of threadgroup memory", limit >> 10); end_fiber(w); }
   w.used = off + bytes; w.sites.push_back({site, off, bytes}); w.used = (w.used + 15) & ~(size_t)15; if (w.used > w.high) { poison(w.arena + w.high, w.used - w.high); w.high = w.used; } return w.arena + off;
 }
-void *shared(const void *site, size_t bytes, size_t align) { return shared_up_to(SMALL, site, bytes, align); }
-void *shared_large(const void *site, size_t bytes, size_t align) { return shared_up_to(LARGE, site, bytes, align); }
 // Copies are the kernel's, this list is not: ThreadSanitizer sees only the former.
 __attribute__((noinline, no_sanitize("thread"))) void copy_async(void *to, const void *from) {
   World &w = W(); Fiber *f = w.cur;

@@ -12,8 +12,7 @@ struct Entry {
   static Entry *&head();
   Entry(const char *n, Body b, uint32_t m, uint32_t s, uint32_t a) : name(n), body(b), max_threads(m), slots(s), args_bytes(a), next(head()) { head() = this; }
 };
-void *shared(const void *site, size_t bytes, size_t align);      // one block per SHARED site per threadgroup, NaN-filled
-void *shared_large(const void *site, size_t bytes, size_t align); // more than 32 KiB
+void *shared(const void *site, size_t bytes, size_t align, size_t limit = 32768);   // one block per SHARED site per threadgroup, NaN-filled; limit: of all together
 void barrier(const char *file, int line, bool simd);
 // Simd operations: each waits for the whole simdgroup; a lane elsewhere is an error. Float sums in butterfly order.
 float sum(float v, const char *file, int line);

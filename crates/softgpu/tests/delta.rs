@@ -10,7 +10,10 @@ use lily_gpu::kernels::delta::{
     Prep, ScanInputs, causal_conv, conv_prep, delta_gates, delta_scan, gated_rms_norm, qk_l2_norm,
     scan_norm, scan_norm_applies,
 };
-use lily_gpu::{CommandList, Driver, Operand, Placement, Platform, Recorder, Shape, Text, Tuning};
+use lily_gpu::scratch::Scratch;
+use lily_gpu::{
+    Buffer, CommandList, Driver, Operand, Placement, Platform, Recorder, Shape, Text, Tuning,
+};
 use lily_ops::ElementType;
 use lily_ops::case::Seeded;
 use lily_softgpu::{Options, SoftDriver};
@@ -39,6 +42,8 @@ struct Form {
     tuning: Tuning,
     /// Cores of the device, by which the policy chooses rows a simdgroup.
     cores: u32,
+    /// Whether the device has `mma.sync`.
+    mma: bool,
 }
 
 fn form(off: &[&str], cores: u32) -> Form {
@@ -46,7 +51,7 @@ fn form(off: &[&str], cores: u32) -> Form {
     for (name, field) in Tuning::SWITCHES {
         *field(&mut tuning) = !off.contains(name);
     }
-    Form { tuning, cores }
+    Form { tuning, cores, mma: false }
 }
 
 /// One layer's inputs for each slot and token, as a projection would leave them.
@@ -88,6 +93,7 @@ impl World {
     fn new(form: &Form, parity: [u32; SLOTS]) -> Self {
         let mut options = Options::default();
         options.profile.cores = form.cores;
+        options.profile.mma = form.mma;
         let mut driver = SoftDriver::new(options);
         let mut rng = Seeded::new("delta");
         let mut take = |count: usize, element: ElementType| {
@@ -205,9 +211,8 @@ impl World {
         let (at, headers_at) = (self.tables.segments.buffer, self.tables.headers.buffer);
         self.driver.write(at, 0, bytemuck::cast_slice(&entries)).unwrap();
         self.driver.write(headers_at, 0, bytemuck::cast_slice(&headers)).unwrap();
-        let list = self.record(n, segments);
-        let out = list.1;
-        let list = self.run(list.0);
+        let (recorder, scratch, out) = self.record(n, segments);
+        let list = self.run(recorder, &scratch);
         let mut bytes = vec![0u8; out.bytes as usize];
         self.driver.read(out.buffer, 0, &mut bytes).unwrap();
         let values: Vec<f32> = bytes.as_chunks().0.iter().map(|b| from_bf16(*b)).collect();
@@ -221,7 +226,7 @@ impl World {
         list
     }
 
-    fn record(&mut self, n: usize, segments: &[(usize, usize)]) -> (Recorder, Operand) {
+    fn record(&mut self, n: usize, segments: &[(usize, usize)]) -> (Recorder, Scratch, Operand) {
         let (f, h) = (ElementType::F32, ElementType::Bf16);
         let inputs = [
             (bf16_bytes(&self.rows(&self.inputs.qkv, CHANNELS, segments)), CHANNELS, h),
@@ -244,7 +249,7 @@ impl World {
         let tuning = &self.form.tuning;
         let c = &Context { profile: &profile, tuning, shape: &shape, step, tables: &self.tables };
         let [taps, a_log, dt_bias, weight] = &self.weights;
-        let r = &mut Recorder::default();
+        let (r, mut scratch) = (&mut Recorder::default(), Scratch::default());
         if tuning.fuse_conv {
             let key_heads = KEY_HEADS;
             let p = Prep { qkv, taps, a, b, a_log, dt_bias, key_heads, out: normed, decay, beta };
@@ -258,14 +263,18 @@ impl World {
         if scan_norm_applies(c) {
             scan_norm(r, c, inputs, z, weight, EPS, LAYER, LAYERS, out);
         } else {
-            delta_scan(r, c, inputs, LAYER, LAYERS, y);
+            delta_scan(r, c, &mut scratch, inputs, LAYER, LAYERS, y);
             gated_rms_norm(r, c, y, z, weight, EPS, out);
         }
-        (std::mem::take(r), out)
+        (std::mem::take(r), scratch, out)
     }
 
-    fn run(&mut self, recorder: Recorder) -> CommandList {
+    fn run(&mut self, recorder: Recorder, scratch: &Scratch) -> CommandList {
         let mut list = recorder.finish(true);
+        let bytes = scratch.place(&mut list.clone(), Buffer(0), true).max(16);
+        let arena = self.driver.allocate("scratch", bytes, Placement::Device).unwrap();
+        self.driver.write(arena, 0, &vec![0xFF; bytes as usize]).unwrap();
+        scratch.place(&mut list, arena, true);
         let kernels: Vec<&'static str> = list.dispatches.iter().map(|d| d.kernel).collect();
         let text = Arc::new(Text::new(Platform::Host, &shape()));
         list.pipelines = self.driver.pipelines(&text, &kernels).unwrap();
@@ -393,6 +402,51 @@ fn slots_of_either_parity_in_one_step() {
     for (slot, (out, state)) in alone.iter().enumerate() {
         assert!(world.layer_state(slot) == *state, "the state of slot {slot}");
         near(&world.out[slot], out, 0.01); // the fused kernel does not round y
+    }
+}
+
+/// By matrix units a chunk of tokens begins where a step does, so that sums differ with the steps, and from the sums token by
+/// token: by little. A segment's bits are its own, whatever else is in the step.
+#[test]
+fn chunks_by_matrix_units() {
+    let plain = form(&["fuse_scan_norm"], 4);
+    let matrix = Form { mma: true, ..plain.clone() };
+    let off = Form { mma: true, ..form(&["fuse_scan_norm", "chunked_scan"], 4) };
+    let (out, state, _) = chunked(&plain, &[70]);
+    let got = chunked(&off, &[70]);
+    assert!(got.0 == out && got.1 == state, "chunked_scan is off");
+    let numbers = |bytes: &[u8]| -> Vec<f32> {
+        bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+    };
+    for (chunks, kernels) in [
+        (vec![70], vec!["delta_chunk"]),
+        (vec![32, 38], vec!["delta_chunk", "delta_chunk"]),
+        (vec![3, 31, 36], vec!["delta_scan_4", "delta_scan_4", "delta_chunk"]),
+    ] {
+        let got = chunked(&matrix, &chunks);
+        let scans = got.2.kernels.iter().filter(|k| ["delta_scan_4", "delta_chunk"].contains(k));
+        assert!(scans.eq(&kernels), "{chunks:?}: {:?}", got.2.kernels);
+        assert!(got.1.0 != state.0, "{chunks:?}: not a bit differs");
+        assert!(got.1.1 == state.1, "{chunks:?}: the convolution's state");
+        near(&got.0, &out, 0.01); // a rounding to bf16
+        near(&numbers(&got.1.0), &numbers(&state.0), 2e-5);
+    }
+    // Slots of both parities, two of them chunk by chunk, in an order of their own; the first row is no multiple of a chunk.
+    let alone = |slot: usize, rows: usize| {
+        let mut world = World::new(&matrix, [0, 0, 0]);
+        world.step(&[(slot, rows)]);
+        (world.out[slot].clone(), world.layer_state(slot))
+    };
+    let mut world = World::new(&matrix, [0, 1, 1]);
+    let before = world.state(0, false);
+    let list = world.step(&[(2, 40), (0, 5), (1, 33)]);
+    let scans = ["conv_prep", "delta_chunk_parts", "delta_scan_4", "delta_chunk", "gated_rms_norm"];
+    assert!(list.dispatches.iter().map(|d| d.kernel).eq(scans), "{:?}", world.kernels);
+    assert_eq!(list.stages.len(), 4, "the scan runs beside the preparation");
+    assert!(world.state(0, true) == before, "a step keeps what it read");
+    for (slot, rows) in [(2, 40), (0, 5), (1, 33)] {
+        let (out, state) = alone(slot, rows);
+        assert!(world.out[slot] == out && world.layer_state(slot) == state, "slot {slot}");
     }
 }
 

@@ -5,8 +5,10 @@
 
 use crate::kernel_args;
 use crate::kernels::common::{Context, DeviceWeight};
+use crate::kernels::delta_chunk;
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::profile::Profile;
+use crate::scratch::Scratch;
 use crate::text::Shape;
 
 kernel_args! {
@@ -86,6 +88,8 @@ kernel_args! {
         count: u32,
         /// Simdgroups of a threadgroup.
         simds: u32,
+        /// Segments of fewer rows than this take part.
+        below: u32,
     }
 
     /// Of `gated_rms_norm`.
@@ -169,7 +173,7 @@ pub fn scan_norm_applies(c: &Context) -> bool {
     c.tuning.fuse_scan_norm && c.step.is_decode() && scan_norm_rows(c.shape).is_some()
 }
 
-fn tables(c: &Context) -> [Binding; 2] {
+pub(super) fn tables(c: &Context) -> [Binding; 2] {
     [
         Binding::new(c.tables.segments, Access::Constant),
         Binding::new(c.tables.headers, Access::Read),
@@ -180,16 +184,16 @@ fn constant(weight: &DeviceWeight) -> Binding {
     Binding::new(weight.slab, Access::Constant)
 }
 
-fn read(operand: Operand) -> Binding {
+pub(super) fn read(operand: Operand) -> Binding {
     Binding::new(operand, Access::Read)
 }
 
-fn write(operand: Operand) -> Binding {
+pub(super) fn write(operand: Operand) -> Binding {
     Binding::new(operand, Access::Write)
 }
 
 /// Bytes of the step's segment entries and headers that a kernel reads.
-fn table_bytes(c: &Context) -> u64 {
+pub(super) fn table_bytes(c: &Context) -> u64 {
     32 * c.step.segments.len() as u64
 }
 
@@ -341,7 +345,7 @@ pub struct ScanInputs {
 
 impl ScanInputs {
     /// Elements of a row and value heads.
-    fn sizes(&self, shape: &Shape) -> (u32, u32) {
+    pub(super) fn sizes(&self, shape: &Shape) -> (u32, u32) {
         let key_heads = self.key_heads as u32;
         let heads = key_heads * shape.value_heads_per_key;
         (2 * key_heads * shape.key_dim + heads * shape.value_dim, heads)
@@ -349,24 +353,47 @@ impl ScanInputs {
 }
 
 /// Bytes of one layer's states, read and written, of a step's segments.
-fn state_bytes(c: &Context, heads: u32, segments: usize) -> u64 {
+pub(super) fn state_bytes(c: &Context, heads: u32, segments: usize) -> u64 {
     let state = u64::from(heads) * u64::from(c.shape.value_dim * c.shape.key_dim) * 4;
     2 * segments as u64 * state
 }
 
-/// The recurrence; `out` is bf16. With `register_scan` the state stays in registers from a segment's first token to its last; without
-/// it goes through memory every 32 tokens, a dispatch each.
+/// The recurrence; `out` is bf16. Segments of [`delta_chunk::chunked_from`] rows or more go chunk by chunk, by matrix units, the
+/// others token by token. The scan of the latter runs beside the preparation of the former.
+#[allow(clippy::too_many_arguments)] // the operands of the operation
 pub fn delta_scan(
+    r: &mut Recorder,
+    c: &Context,
+    scratch: &mut Scratch,
+    inputs: ScanInputs,
+    layer: usize,
+    layers: usize,
+    out: Operand,
+) {
+    let least = delta_chunk::chunked_from(c.shape, c.profile, c.tuning);
+    let parts = delta_chunk::delta_chunk_parts(r, c, scratch, inputs, least);
+    token_scan(r, c, inputs, layer, layers, out, least);
+    if let Some(parts) = parts {
+        delta_chunk::delta_chunk(r, c, inputs, parts, layer, layers, out);
+    }
+}
+
+/// The recurrence token by token, of segments of fewer than `below` rows. With `register_scan` the state stays in registers from a
+/// segment's first token to its last; without it goes through memory every 32 tokens, a dispatch each.
+#[allow(clippy::too_many_arguments)] // the operands of the operation
+fn token_scan(
     r: &mut Recorder,
     c: &Context,
     inputs: ScanInputs,
     layer: usize,
     layers: usize,
     out: Operand,
+    below: u32,
 ) {
     let (channels, heads) = inputs.sizes(c.shape);
-    let segments = c.step.segments.len() as u32;
-    let rows = scan_rows(heads, segments, c.shape, c.profile);
+    let all = c.step.segments.len() as u32;
+    let own: Vec<u32> = c.step.segments.iter().copied().filter(|n| *n < below).collect();
+    let rows = scan_rows(heads, own.len() as u32, c.shape, c.profile);
     let (kernel, per) = match rows {
         1 => ("delta_scan_1", 1),
         2 => ("delta_scan_2", 2),
@@ -374,11 +401,12 @@ pub fn delta_scan(
         _ => ("delta_scan_8", 8),
     };
     let simds = SIMDS.min(c.shape.value_dim / per);
+    let longest = own.iter().copied().max().unwrap_or(0);
     let block = match c.tuning.register_scan {
-        true => longest(c).max(1),
+        true => longest.max(1),
         false => BLOCK_TOKENS,
     };
-    for start in (0..longest(c)).step_by(block as usize) {
+    for start in (0..longest).step_by(block as usize) {
         let args = ScanArgs {
             channels,
             key_heads: inputs.key_heads as u32,
@@ -388,8 +416,9 @@ pub fn delta_scan(
             start,
             count: block,
             simds,
+            below,
         };
-        let lengths = c.step.segments.iter().map(|n| n.saturating_sub(start).min(block));
+        let lengths = own.iter().map(|n| n.saturating_sub(start).min(block));
         let (tokens, live) = lengths.fold((0, 0), |(t, l), n| (t + n, l + usize::from(n > 0)));
         let row = 2 * channels + 8 * heads + 2 * heads * c.shape.value_dim;
         let bytes = u64::from(tokens) * u64::from(row) + state_bytes(c, heads, live);
@@ -403,7 +432,7 @@ pub fn delta_scan(
             c.tables.recurrent(layer, layers),
             write(out),
         ];
-        let grid = [c.shape.value_dim / (simds * per), heads, segments];
+        let grid = [c.shape.value_dim / (simds * per), heads, all];
         r.dispatch(kernel, grid, simds * 32, bindings, &args, bytes + table_bytes(c));
         // Each token decays, reads, corrects and reads the state again.
         r.worth(4 * u64::from(tokens * heads) * u64::from(c.shape.value_dim * c.shape.key_dim));

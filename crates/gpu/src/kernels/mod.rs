@@ -7,6 +7,7 @@ pub fn argument_structs() -> String {
         common::declarations(),
         attention::declarations(),
         delta::declarations(),
+        delta_chunk::declarations(),
         elementwise::declarations(),
         gemm::declarations(),
         gemv::declarations(),
@@ -20,6 +21,7 @@ pub fn argument_structs() -> String {
 pub mod attention;
 pub mod common;
 pub mod delta;
+pub mod delta_chunk;
 pub mod elementwise;
 pub mod gemm;
 pub mod gemv;

@@ -125,6 +125,78 @@ impl Contract for DeltaScan {
                 cases.push(b.build(Self { qkv, decay, beta, key_heads, layer: 1, out }));
             }
         }
+        cases.extend(LONG.map(|(gates, segments, shape)| long_case(gates, segments, shape)));
         cases
     }
+}
+
+/// Gates of the long cases.
+#[derive(Clone, Copy, Debug)]
+enum Gates {
+    /// Decays near 1: what is remembered lasts.
+    Mild,
+    /// Decays of every size, down to 0, and learning rates of 0 and 1 among them.
+    Any,
+    /// Neither decay nor much that is new: all keys are alike and each token corrects what the one before it wrote.
+    Alike,
+}
+
+type Long = (Gates, &'static [(usize, usize)], [usize; 4]);
+
+/// Gates, segments, and shape (key heads, heads, dv, dk): longer than any chunk of tokens that a device may take at once, and ragged.
+const LONG: [Long; 5] = [
+    (Gates::Mild, &[(200, 5)], [2, 4, 64, 32]),
+    (Gates::Any, &[(200, 0)], [2, 4, 64, 32]),
+    (Gates::Any, &[(70, 3), (20, 1), (45, 9)], [1, 2, 64, 64]),
+    (Gates::Any, &[(75, 0)], [1, 2, 128, 128]),
+    (Gates::Alike, &[(100, 2)], [1, 2, 32, 64]),
+];
+
+fn long_case(gates: Gates, segments: &[(usize, usize)], shape: [usize; 4]) -> Case {
+    let [key_heads, heads, dv, dk] = shape;
+    let channels = 2 * key_heads * dk + heads * dv;
+    let state =
+        StateLayout { recurrent_layers: 2, heads, dv, dk, conv_channels: channels, ..NO_STATE };
+    let rows: usize = segments.iter().map(|s| s.0).sum();
+    let variant = format!("{gates:?}/{rows}/{key_heads}-{heads}x{dv}x{dk}");
+    let mut b = CaseBuilder::new::<DeltaScan>(&variant, segments, state);
+    let common: Vec<f32> = (0..dk).map(|_| b.rng().unit()).collect();
+    let mut qkv = Vec::new();
+    for _ in 0..rows {
+        for head in 0..2 * key_heads {
+            let own = if matches!(gates, Gates::Alike) { 0.1 } else { 1.0 };
+            let x: Vec<f32> =
+                common.iter().map(|c| (1.0 - own) * c + own * b.rng().unit()).collect();
+            let scale = if head < key_heads { (dk as f32).sqrt().recip() } else { 1.0 };
+            let norm = x.iter().map(|x| x * x).sum::<f32>().sqrt();
+            qkv.extend(x.iter().map(|x| x / norm * scale));
+        }
+        qkv.extend(b.rng().activations(heads * dv, 0.5));
+    }
+    let qkv = b.input_with(Rows::Tokens, channels, HostTensor::F32(qkv));
+    let mut draw = |kind: fn(Gates, u32, f32) -> f32| {
+        let rng = b.rng();
+        let data = (0..rows * heads)
+            .map(|_| kind(gates, rng.bits() % 8, rng.unit() * 0.5 + 0.5))
+            .collect();
+        b.input_with(Rows::Tokens, heads, HostTensor::F32(data))
+    };
+    let decay = draw(|gates, kind, x| match (gates, kind) {
+        (Gates::Mild, _) => 1.0 - 0.05 * x,
+        (Gates::Alike, _) => 1.0 - 1e-4 * x,
+        (Gates::Any, 0) => 0.0,
+        (Gates::Any, 1) => (-80.0 * x).exp(),
+        (Gates::Any, 2) => 1.0,
+        (Gates::Any, 3 | 4) => x,
+        (Gates::Any, _) => 1.0 - 0.01 * x,
+    });
+    let beta = draw(|gates, kind, x| match (gates, kind) {
+        (Gates::Alike, _) => 1.0 - 0.01 * x,
+        (Gates::Any, 0) => 0.0,
+        (Gates::Any, 1) => 1.0,
+        (Gates::Any, 2) => 1e-6 * x,
+        _ => x,
+    });
+    let out = b.output(Rows::Tokens, heads * dv, ElementType::F32);
+    b.build(DeltaScan { qkv, decay, beta, key_heads, layer: 1, out })
 }
