@@ -8,13 +8,13 @@ number are being made: from the last one's first token to the first one's last. 
 gets that of the demo model beside it. Prints a line for each number: slots, tokens a second in sum, and for each.
 """
 import argparse
+import concurrent.futures
 import http.client
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 DEMO = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "models", "demo")
@@ -44,42 +44,42 @@ def prompt(o, n):
     return "%d: " % n + " ".join("%d" % ((n * 7919 + i * 104729) % 900 + 100) for i in range(o.prompt_tokens // 4))
 
 
-def answer(o, port, n, result):
+def answer(o, port, n):
+    """When each event with text came, of the clock that all processes share, and the usage."""
     body = {"model": "m", "prompt": prompt(o, n), "max_tokens": o.tokens, "temperature": 1, "seed": n, "stream": True,
             "stream_options": {"include_usage": True}, "logit_bias": o.bias}
     c = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     c.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     r = c.getresponse()
-    at, usage = [], None
     if r.status != 200:
         print("status %d: %s" % (r.status, r.read(500)), file=sys.stderr)
-        return
+        return None
+    lines = []
     for line in r:
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[6:])
-        if event.get("usage"):
-            usage = event["usage"]
-        elif event["choices"] and event["choices"][0].get("text"):
-            at.append(time.monotonic())
-    result[n] = (at, usage)
+        lines.append((time.monotonic(), line))
+    at, usage = [], None
+    for came, line in lines: # only now: it takes longer than a token
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if event.get("usage"):
+                usage = event["usage"]
+            elif event["choices"] and event["choices"][0].get("text"):
+                at.append(came)
+    return at, usage
 
 
 def together(o, port, first, count):
-    result = {}
-    threads = [threading.Thread(target=answer, args=(o, port, first + i, result)) for i in range(count)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if len(result) < count:
+    # A process each: one interpreter reads about a thousand events a second.
+    with concurrent.futures.ProcessPoolExecutor(count) as pool:
+        result = list(pool.map(answer, [o] * count, [port] * count, range(first, first + count)))
+    if None in result or not all(at and usage for at, usage in result):
         sys.exit("an answer failed")
-    begin, end = max(a[0] for a, _ in result.values()), min(a[-1] for a, _ in result.values())
+    begin, end = max(at[0] for at, _ in result), min(at[-1] for at, _ in result)
     if begin >= end:
-        sys.exit("the answers do not overlap (%s): give more --tokens" % ", ".join("%d events in %.3f s" % (len(a), a[-1] - a[0]) for a, _ in result.values()))
+        sys.exit("the answers do not overlap (%s): give more --tokens" % ", ".join("%d events in %.3f s" % (len(a), a[-1] - a[0]) for a, _ in result))
     # A token that is part of a character has no event of its own: events stand for tokens in proportion.
-    tokens = sum((end - begin) / (a[-1] - a[0]) * (u["completion_tokens"] - 1) for a, u in result.values())
-    prompts = sorted(u["prompt_tokens"] for _, u in result.values())
+    tokens = sum(sum(begin < t <= end for t in at) / (len(at) - 1) * (usage["completion_tokens"] - 1) for at, usage in result)
+    prompts = sorted(usage["prompt_tokens"] for _, usage in result)
     return tokens / (end - begin), prompts
 
 
