@@ -198,6 +198,7 @@ fn block(lanes: u32, paired: bool) -> u32 {
 }
 
 /// One projection of each entry's expert, or a pair of them.
+#[allow(clippy::too_many_arguments)] // what an operation has
 fn decode_experts(
     r: &mut Recorder,
     c: &Context,
