@@ -259,7 +259,7 @@ impl CudaDriver {
             buffers,
             args: dispatch.args.clone(),
             shared: lily_gpu::text::large_memory(dispatch.kernel),
-            early: self.options.early_starts && lily_gpu::text::EARLY.contains(&dispatch.kernel),
+            early: false,
         })
     }
 
@@ -267,9 +267,16 @@ impl CudaDriver {
         if list.pipelines.len() != list.dispatches.len() {
             return Err(DriverError::Invalid("a dispatch has no pipeline".into()));
         }
+        let early = list.early_starts();
         list.stages()
             .map(|stage| {
-                stage.map(|i| self.launch_of(&list.dispatches[i], list.pipelines[i])).collect()
+                stage
+                    .map(|i| {
+                        let mut launch = self.launch_of(&list.dispatches[i], list.pipelines[i])?;
+                        launch.early = self.options.early_starts && early[i];
+                        Ok(launch)
+                    })
+                    .collect()
             })
             .collect()
     }

@@ -25,6 +25,8 @@ pub struct Operand {
 pub enum Access {
     /// Reads it, and nothing else may write it meanwhile.
     Read,
+    /// Likewise, and in front of `inputs_ready()`: while the stage before may still run, where that does not write it.
+    ReadAhead,
     /// Writes it, or reads and writes it.
     Write,
     /// Reads what never changes: weights, tables. Takes no part in hazards.
@@ -159,6 +161,24 @@ impl CommandList {
         parts
     }
 
+    /// Whether each dispatch may start while the stage before its own still runs: its kernel waits for its inputs itself
+    /// ([`EARLY`](crate::text::EARLY)), and that stage writes nothing of what it reads before it waits.
+    pub fn early_starts(&self) -> Vec<bool> {
+        let mut early = Vec::new();
+        let mut before: &[Dispatch] = &[];
+        for stage in self.stages() {
+            let stage = &self.dispatches[stage];
+            early.extend(stage.iter().map(|dispatch| {
+                let ahead = dispatch.bindings.iter().filter(|b| b.access == Access::ReadAhead);
+                let mut written = before.iter().flat_map(|d| &d.bindings);
+                crate::text::EARLY.contains(&dispatch.kernel)
+                    && !written.any(|w| ahead.clone().any(|a| a.conflicts(w)))
+            }));
+            before = stage;
+        }
+        early
+    }
+
     /// The dispatches of each stage.
     pub fn stages(&self) -> impl Iterator<Item = Range<usize>> {
         let ends = self.stages.iter().skip(1).copied().chain([self.dispatches.len()]);
@@ -271,6 +291,38 @@ mod tests {
         assert_eq!(list(true, &[(0, 16), (0, 16)]), [0, 1]);
         assert_eq!(list(true, &[(0, 8), (0, 16)]), [0, 1], "overlapping ranges");
         assert_eq!(list(false, &[(0, 16), (0, 32)]), [0, 1]);
+    }
+
+    #[test]
+    fn what_is_read_ahead_is_not_of_the_stage_before() {
+        let at =
+            |offset| Operand { buffer: Buffer(0), offset, bytes: 16, element: ElementType::F32 };
+        let early = |ahead, kernel| {
+            let mut r = Recorder::default();
+            for (kernel, access, read, write) in [
+                ("rms_norm", Access::Read, 0, 16),
+                ("rms_norm", Access::Read, 16, 32),
+                (kernel, ahead, 16, 48),
+                (kernel, Access::Read, 32, 64),
+                (kernel, ahead, 64, 80),
+            ] {
+                let bindings =
+                    vec![Binding::new(at(read), access), Binding::new(at(write), Access::Write)];
+                r.dispatch(kernel, [1, 1, 1], 32, bindings, &NoArgs { unused: 0 }, 0);
+            }
+            let list = r.finish(true);
+            (list.stages.clone(), list.early_starts())
+        };
+        // The third shares the second's stage only without a conflict; the last one reads what the stage before it wrote.
+        let (stages, starts) = early(Access::ReadAhead, "decode_experts_mma");
+        assert_eq!(
+            (&stages[..], &starts[..]),
+            (&[0, 1, 3, 4][..], &[true, true, false, true, false][..])
+        );
+        let (_, starts) = early(Access::Read, "decode_experts_mma");
+        assert_eq!(starts, [true; 5]);
+        let (_, starts) = early(Access::Read, "fill_words");
+        assert_eq!(starts, [true, true, false, false, false]);
     }
 
     #[test]

@@ -152,3 +152,29 @@ fn a_switch_changes_the_recorded_steps() {
         assert!(both(&off) != *on, "{name} changes nothing that is recorded");
     }
 }
+
+/// Experts of a decode step start early where they read nothing ahead that the stage before wrote: with the chain of the second projection
+/// they all do, without it the second projection's input is of the stage before.
+#[test]
+fn experts_that_start_early() {
+    let starts = |tuning: &Tuning, op: &str| -> Vec<bool> {
+        let profile = Profile::named("h200").expect("a known profile");
+        let recording = Recording::virtual_of(&plan(), tuning, &profile).unwrap();
+        let limits = Limits { pages: 16, ..Limits::new(1, 1, 1) };
+        let shape = StepShape { segments: vec![1], outputs: 1, context: 4096 };
+        let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
+        let (list, _) = recording.record_virtual(&limits, &kind).unwrap();
+        let early = list.early_starts();
+        let experts = list.dispatches.iter().zip(early);
+        experts
+            .filter(|(d, _)| d.op == op && d.kernel.starts_with("decode_experts"))
+            .map(|(_, early)| early)
+            .collect()
+    };
+    let on = Tuning::default();
+    assert_eq!(starts(&on, "experts_in"), [true; 40]);
+    assert_eq!(starts(&on, "experts out + shared + residual"), [true; 40]);
+    let apart = Tuning::without("fuse_experts_out").expect("a switch");
+    assert_eq!(starts(&apart, "experts_in"), [true; 40]);
+    assert_eq!(starts(&apart, "experts_out"), [false; 40]);
+}

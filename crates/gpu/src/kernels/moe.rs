@@ -96,6 +96,11 @@ fn read(operand: Operand) -> Binding {
     Binding::new(operand, Access::Read)
 }
 
+/// Read before the stage before has ended, where that does not write it.
+fn ahead(operand: Operand) -> Binding {
+    Binding::new(operand, Access::ReadAhead)
+}
+
 fn write(operand: Operand) -> Binding {
     Binding::new(operand, Access::Write)
 }
@@ -225,7 +230,13 @@ fn decode_experts(
         kernel,
         groups,
         256,
-        vec![constant(a), constant(b), read(x), read(ids), write(out)],
+        vec![
+            constant(a),
+            constant(b),
+            if units { ahead(x) } else { read(x) },
+            read(ids),
+            write(out),
+        ],
         &ExpertsArgs {
             a: a.matrix,
             b: b.matrix,
@@ -387,6 +398,7 @@ pub fn decode_experts_out(r: &mut Recorder, c: &Context, op: &ExpertsSum) {
     let inputs = [op.x, op.ids, op.weights, op.shared_x, op.shared_gate, op.residual];
     let mut bindings = vec![constant(op.down), constant(op.shared_down)];
     bindings.extend(inputs.map(read));
+    bindings[3] = ahead(op.ids);
     bindings.push(write(op.out));
     r.dispatch(
         kernel,
