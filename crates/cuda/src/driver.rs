@@ -110,12 +110,13 @@ fn describe(e: &CudaError) -> String {
 }
 
 /// Sets a kernel's shared memory.
-fn prepare(function: sys::CUfunction, name: &str) -> Result<(), CudaError> {
+fn prepare(function: sys::CUfunction, name: &str, most: u32) -> Result<(), CudaError> {
     use sys::CUfunction_attribute_enum as A;
     // A core that divides its memory otherwise for the next kernel must first be empty, so that kernels could not overlap.
     let mut attributes = vec![(A::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)];
     let large = lily_gpu::text::large_memory(name);
-    if large > 0 {
+    // Policies do not choose what is more than the device has.
+    if large > 0 && large <= most {
         attributes.push((A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, large as i32));
     }
     // SAFETY: the function is of a loaded module.
@@ -182,6 +183,8 @@ impl CudaDriver {
             mma: true,
             cores: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             threadgroup_memory: 48 << 10,
+            large_memory: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                as u32,
             threads_per_core: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR)?
                 as u32,
             max_buffer: memory,
@@ -509,7 +512,7 @@ impl Driver for CudaDriver {
                     // SAFETY: the module is loaded and stays so until the driver is dropped.
                     let function = unsafe { result::module::get_function(module, c_name) }
                         .map_err(|_| missing())?;
-                    prepare(function, name).map_err(|e| {
+                    prepare(function, name, self.profile.large_memory).map_err(|e| {
                         failed(&self.profile.name, format!("{name}: {}", describe(&e)))
                     })?;
                     self.kernels.push(Kernel { module: key, name, function });

@@ -26,6 +26,8 @@ pub struct Profile {
     pub cores: u32,
     /// Bytes of threadgroup memory a threadgroup may have.
     pub threadgroup_memory: u32,
+    /// Bytes that a launch may set aside for kernels of [`LARGE_MEMORY`](crate::text::LARGE_MEMORY).
+    pub large_memory: u32,
     /// Threads of a core that run at once.
     pub threads_per_core: u32,
     /// Bytes of the largest buffer.
@@ -48,6 +50,7 @@ impl Profile {
             mma: false,
             cores,
             threadgroup_memory: 32 << 10,
+            large_memory: 0,
             threads_per_core: 1024,
             max_buffer: memory / 2,
             memory: memory / 4 * 3,
@@ -67,6 +70,7 @@ impl Profile {
                 mma: true,
                 cores: 132,
                 threadgroup_memory: 48 << 10,
+                large_memory: 227 << 10,
                 threads_per_core: 2048,
                 max_buffer: gib(139),
                 memory: gib(139),
@@ -79,6 +83,7 @@ impl Profile {
                 mma: false,
                 cores: 8,
                 threadgroup_memory: 32 << 10,
+                large_memory: 227 << 10,
                 threads_per_core: 1024,
                 max_buffer: gib(4),
                 memory: gib(16),

@@ -121,6 +121,7 @@ pub fn profile(facts: &Facts, system: &System, room: &Room, tensors: bool) -> Pr
         mma: false,
         cores: system.gpu_cores.unwrap_or(cores),
         threadgroup_memory: facts.threadgroup_memory.min(u64::from(u32::MAX)) as u32,
+        large_memory: 0,
         threads_per_core: 1024,
         max_buffer: facts.max_buffer,
         memory: room.bytes(),

@@ -6,6 +6,7 @@ use crate::kernel_args;
 use crate::kernels::common::{Context, DeviceWeight, Matrix};
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::profile::Profile;
+use crate::text::large_memory;
 
 kernel_args! {
     /// One of the matrices of a launch.
@@ -174,10 +175,23 @@ pub(crate) const MMA_SIMDS: u32 = 8;
 /// Threadgroups with one row of x that a core holds at once.
 pub(crate) const MMA_RESIDENT: u32 = 3;
 
-/// Whether matrix units can take products with rows of that many columns of x.
+/// The kernel for that many rows of x, and the threadgroups that a core of an H200 holds at once: what they keep of x decides.
+fn mma_kernel(x_rows: u32, cols: u32) -> (&'static str, u32) {
+    match (x_rows, cols) {
+        (1, _) => ("gemv_mma_1", MMA_RESIDENT),
+        (_, ..=2048) => ("gemv_mma_8", 3),
+        _ => ("gemv_mma_8_wide", 2),
+    }
+}
+
+/// Whether matrix units can take products with rows of that many columns of x. For any number of rows: their bits must not depend on it.
 pub(crate) fn mma_takes(c: &Context, cols: u32) -> bool {
-    c.profile.mma
-        && c.tuning.matrix_gemv
+    c.tuning.matrix_gemv && mma_fits(c.profile, cols)
+}
+
+fn mma_fits(profile: &Profile, cols: u32) -> bool {
+    profile.mma
+        && large_memory(mma_kernel(MAX_ROWS, cols).0) <= profile.large_memory
         && cols.is_multiple_of(lily_ops::plan::GROUP as u32)
         && cols <= MMA_COLS
 }
@@ -208,12 +222,7 @@ pub(crate) fn mma_block(matrix: &Matrix, paired: bool) -> u32 {
 
 /// How a launch for the matrix units is cut: `blocks` blocks of rows in all.
 fn mma_policy(profile: &Profile, x_rows: u32, cols: u32, blocks: u32) -> Policy {
-    // Threadgroups that a core holds at once: what they keep of x decides.
-    let (kernel, resident) = match (x_rows, cols) {
-        (1, _) => ("gemv_mma_1", MMA_RESIDENT),
-        (_, ..=2048) => ("gemv_mma_8", 3),
-        _ => ("gemv_mma_8_wide", 2),
-    };
+    let (kernel, resident) = mma_kernel(x_rows, cols);
     // One wave: threadgroups that stay put x in its place once.
     let repeat = blocks.div_ceil(profile.cores * resident).max(1);
     Policy { kernel, rows: TILE_ROWS, simds: MMA_SIMDS, repeat }
@@ -419,6 +428,16 @@ mod tests {
             let got = mma_policy(&h200, rows, cols, blocks);
             assert_eq!((got.kernel, got.repeat), want, "{rows} rows of {cols}, {blocks} blocks");
         }
+    }
+
+    #[test]
+    fn matrix_units_need_memory() {
+        let takes = |large_memory, cols| {
+            mma_fits(&Profile { large_memory, ..Profile::named("h200").unwrap() }, cols)
+        };
+        // Bytes a block may have by compute capability: 9.0, 8.0, 8.6 and 8.9. For all rows or none.
+        assert!(takes(227 << 10, 4096) && takes(163 << 10, 4096) && !takes(99 << 10, 4096));
+        assert!(takes(99 << 10, 2048) && !takes(48 << 10, 2048) && !takes(227 << 10, 4160));
     }
 
     #[test]
