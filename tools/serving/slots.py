@@ -61,9 +61,12 @@ def answer(o, port, n):
     for came, line in lines: # only now: it takes longer than a token
         if line.startswith(b"data: {"):
             event = json.loads(line[6:])
+            if event.get("error"):
+                print(event["error"], file=sys.stderr)
+                return None
             if event.get("usage"):
                 usage = event["usage"]
-            elif event["choices"] and event["choices"][0].get("text"):
+            elif event.get("choices") and event["choices"][0].get("text"):
                 at.append(came)
     return at, usage
 

@@ -59,7 +59,6 @@ fn main() {
         CudaDriver::open(Options { early_starts: !has("--serial"), ..Options::default() })
             .expect("an NVIDIA GPU");
     let profile = driver.profile().clone();
-    // As a program does for so many slots.
     let layout = SlabLayout::new(&plan, profile.max_buffer).expect("slabs");
     let slabs: Vec<_> = layout
         .slabs

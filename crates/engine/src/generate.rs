@@ -227,7 +227,8 @@ impl Engine {
             }
             while refused.is_none() && flights.len() < self.depth() {
                 let Some(work) = generation.work(session, self.options().chunk)? else { break };
-                if self.waits(std::slice::from_ref(&work)) {
+                // Others' steps in flight `submit` ends itself.
+                if !flights.is_empty() && self.waits(std::slice::from_ref(&work)) {
                     break;
                 }
                 match self.submit(vec![work]) {

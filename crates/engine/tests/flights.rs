@@ -526,6 +526,25 @@ fn faults_before_a_step_that_runs_alone() {
     }
 }
 
+/// An answer whose steps run alone, while a step is in flight that its owner has not waited for: results come in order, so it is refused,
+/// never ended without a word.
+#[test]
+fn an_answer_the_host_chooses_beside_another_flight() {
+    let device = overlapping();
+    let mut engine = device.engine(TWO);
+    let mut a = begun(&mut engine);
+    let work = a.decode_segment(Output::Sample(SampleParams::GREEDY)).unwrap();
+    let held = engine.submit(vec![work]).unwrap();
+    let mut b = engine.open_session().unwrap();
+    let (mut p, _) = stopping(&prompt(5), None);
+    p.sample.logprobs = Some(0);
+    engine.stage(&mut b, &prompt(5)).unwrap();
+    let error = engine.generate(&mut b, &p, &Cancel::new(), |_| ControlFlow::Continue(()));
+    assert!(matches!(error, Err(EngineError::Refused(_))), "{error:?}");
+    let out = engine.wait(held, &mut [&mut a]).unwrap();
+    assert_eq!(out, [SegmentOut::Sampled(oracle::answer(&prompt(20), 0, 3)[2].into())]);
+}
+
 #[test]
 fn logprobs_come_with_the_answer() {
     for device in [FakeDevice::default(), overlapping()] {

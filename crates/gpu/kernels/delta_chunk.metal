@@ -2,7 +2,7 @@
 // The gated delta rule from chunk to chunk: see delta_chunk_parts.metal.
 //
 // A threadgroup has 32 rows of a head's S: two tiles of 16, each with two simdgroups that both keep it in registers, as f32, from the first chunk to the
-// last. One recalls and corrects (K S^T and D), the other reads (Q S^T and Y): that Y is completed while the first one makes the next chunk's D. All products are transposed: S is the left operand
+// last. One recalls and corrects (K S^T and D), the other reads (Q S^T and Y), and completes Y while the first one makes the next chunk's D. All products are transposed: S is the left operand
 // as it lies in registers, so is every result; K, Q come from threadgroup memory, T and M from memory in the order of the products.
 // Expected, a simdgroup, chunk and head of 128: 64 products of S, 18 of T or M, 64 of the update: 146 x 2048 multiply-adds; 32 ldmatrix without conflicts of
 // banks, some 400 instructions of conversion and decay, two barriers. A threadgroup reads 18 KB of K, Q and V and 6.5 KB of parts, out of the second-level cache.

@@ -20,7 +20,8 @@ pub struct Profile {
     pub name: String,
     /// Platform of its kernel texts.
     pub platform: Platform,
-    /// Whether products of few rows may take `gemv_mma_…`: the platform has `mma.sync`, or plays it.
+    /// Whether kernels by `mma.sync` may be taken (few rows, attention of long slots, the recurrence in chunks): the platform has it, or
+    /// plays it.
     pub mma: bool,
     /// GPU cores (streaming multiprocessors).
     pub cores: u32,

@@ -152,7 +152,8 @@ impl Worker {
                 work.push(next);
             }
         }
-        if work.is_empty() || engine.waits(&work) {
+        // What nobody waits for any more is the engine's to end: only for its own flights a step waits here.
+        if work.is_empty() || (!self.flights.is_empty() && engine.waits(&work)) {
             return Ok(());
         }
         let started = Instant::now();
