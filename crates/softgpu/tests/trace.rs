@@ -83,9 +83,11 @@ fn check(what: &str, traced: &Traced) {
     assert!((1.0..=1.01).contains(&weights), "{what}: weights are loaded {weights} times");
     let state = traced.times_loaded(Class::State);
     assert!((1.0..=1.01).contains(&state), "{what}: the state is loaded {state} times");
-    for class in [Class::Weights, Class::State] {
+    // Of a row's scales each simdgroup of matrix units takes its own 16 bytes; codes come by whole lines.
+    let units = traced.kernels.keys().any(|(kernel, _)| kernel.starts_with("gemv_mma"));
+    for (class, most) in [(Class::Weights, if units { 1.4 } else { 1.1 }), (Class::State, 1.1)] {
         let lines = traced.total(class).loads.lines_ratio();
-        assert!(lines <= 1.1, "{what}: {class:?} in {lines} of the fewest lines");
+        assert!(lines <= most, "{what}: {class:?} in {lines} of the fewest lines");
     }
     assert!(traced.total(Class::State).stores.lines_ratio() <= 1.1, "{what}: state stored");
     assert_eq!(traced.total(Class::Weights).stores.accesses, 0, "{what}: weights are written");
@@ -110,6 +112,7 @@ fn a_decode_step_loads_what_it_must() {
     for profile in ["h200", "m4-max"] {
         for (off, kernel, times, most) in [
             ("nothing", "attention_split", 2.0, 1.1),
+            ("matrix_gemv", "attention_split", 2.0, 1.1),
             ("pack_heads", "attention_split_unpacked", 8.0, 1.1),
             ("coalesced_kv", "attention_split_strided", 2.0, 8.0),
         ] {
