@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use common::model;
 use lily_scheduler::{
-    Event, EventSender, EventStream, Finish, Generator, Health, Limits, Logprob, Request, Status,
-    SubmitError, Token, events,
+    Event, EventSender, EventStream, Finish, Generator, Logprob, Request, Status, SubmitError,
+    Token, events,
 };
 use lily_server::{Options, serve};
 
@@ -75,20 +75,7 @@ impl Generator for Handle {
     }
 
     fn status(&self) -> Status {
-        Status {
-            health: Health::Well,
-            heartbeat: Duration::ZERO,
-            running: self.0.running.load(Ordering::SeqCst),
-            waiting: 0,
-            limits: Limits { context: 1 << 20, parallel: 8, queue: 8 },
-            memory: Vec::new(),
-            prompt_tokens_computed: 0,
-            prompt_tokens_cached: 0,
-            steps: 0,
-            preemptions: 0,
-            prefixes_skipped: 0,
-            faults: 0,
-        }
+        common::well(self.0.running.load(Ordering::SeqCst))
     }
 
     fn shutdown(&self, _: Duration) {}

@@ -10,8 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::model;
 use lily_scheduler::{
-    Event, EventStream, Finish, Generator, Health, Limits, Request, Status, SubmitError, Token,
-    events,
+    Event, EventStream, Finish, Generator, Request, Status, SubmitError, Token, events,
 };
 use lily_server::{Options, serve};
 use serde_json::Value;
@@ -34,20 +33,7 @@ impl Generator for Scripted {
     }
 
     fn status(&self) -> Status {
-        Status {
-            health: Health::Well,
-            heartbeat: Duration::ZERO,
-            running: 0,
-            waiting: 0,
-            limits: Limits { context: 1 << 20, parallel: 8, queue: 8 },
-            memory: Vec::new(),
-            prompt_tokens_computed: 0,
-            prompt_tokens_cached: 0,
-            steps: 0,
-            preemptions: 0,
-            prefixes_skipped: 0,
-            faults: 0,
-        }
+        common::well(0)
     }
 
     fn shutdown(&self, _: Duration) {}

@@ -45,7 +45,7 @@ fn threadgroup_bytes(shape: &Shape) -> u32 {
 }
 
 /// Rows from which on a segment goes chunk by chunk; `u32::MAX`: none does. One whole chunk: below that the matrix units would multiply
-/// what is not there, and two launches cost as much as a dozen tokens one by one. A segment's form hangs on its own rows alone.
+/// what is not there, for a second launch. A segment's form hangs on its own rows alone.
 pub fn chunked_from(shape: &Shape, profile: &Profile, tuning: &Tuning) -> u32 {
     let fits = shape.key_dim <= MOST_KEYS
         && shape.value_dim.is_multiple_of(VALUES)

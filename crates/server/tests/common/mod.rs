@@ -1,8 +1,10 @@
 //! The demo model as a server knows it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use lily_chat::{ChatTemplate, Tokenizer, generation_defaults};
+use lily_scheduler::{Health, Limits, Status};
 use lily_server::ServedModel;
 
 fn file(name: &str) -> &'static str {
@@ -23,5 +25,23 @@ pub fn model() -> ServedModel {
         defaults: generation_defaults(Some(file("generation_config.json")), &config).unwrap(),
         mask: None,
         tokenizer,
+    }
+}
+
+/// The state of a backend that is well, with so many requests running.
+pub fn well(running: usize) -> Status {
+    Status {
+        health: Health::Well,
+        heartbeat: Duration::ZERO,
+        running,
+        waiting: 0,
+        limits: Limits { context: 1 << 20, parallel: 8, queue: 8 },
+        memory: Vec::new(),
+        prompt_tokens_computed: 0,
+        prompt_tokens_cached: 0,
+        steps: 0,
+        preemptions: 0,
+        prefixes_skipped: 0,
+        faults: 0,
     }
 }
