@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 
-ARCHITECTURE = "sm_90"
+ARCHITECTURE = "sm_90a"
 
 
 def library():

@@ -181,6 +181,7 @@ impl CudaDriver {
             name: name.clone(),
             platform: Platform::Cuda,
             mma: true,
+            wgmma: capability == (9, 0),
             cores: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
             threadgroup_memory: 48 << 10,
             large_memory: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?

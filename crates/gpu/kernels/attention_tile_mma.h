@@ -10,6 +10,12 @@
 #define FLASH_WORDS (FLASH_BLOCK * FLASH_ROW) // a block of K and one of V
 
 #ifdef K_CUDA
+// Four 8x8 matrices, whose rows lie where lanes 0 to 7, 8 to 15, ... say.
+FN void load_matrices(THREAD uint (&r)[4], uint from)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
 FN void flash_load(THREAD uint (&r)[4], const TG bf16 *row) { load_matrices(r, shared_address(row)); }
 // Each of the four matrices transposed.
 FN void flash_load_transposed(THREAD uint (&r)[4], const TG bf16 *row)

@@ -14,60 +14,62 @@ FN RoutedBlock routed_block(const DEVICE uint *blocks, uint i)
   return b;
 }
 
-// out[entry] = silu(x[row] · gateᵀ) · (x[row] · upᵀ), 32 columns of each in a tile.
-template <uint F>
-FN void experts_in_rows(const DEVICE uint *gate, const DEVICE uint *up, const DEVICE bf16 *x, const DEVICE uint *order,
+// out[entry] = silu(x[row] · gateᵀ) · (x[row] · upᵀ), half a tile's columns of each.
+template <class Kind>
+FN void experts_in_rows(Kind kind, const DEVICE uint *gate, const DEVICE uint *up, const DEVICE bf16 *x, const DEVICE uint *order,
                         const DEVICE uint *blocks, DEVICE bf16 *out, CONSTANT ExpertsInArgs &p, TG uint *mem, uint column_block,
                         uint block, uint tid, uint lane, uint simd)
 {
   const RoutedBlock b = routed_block(blocks, block);
   if (b.there == 0) return;   // for the whole threadgroup
   const DEVICE uint *list = order + b.first;
-  const uint col = column_block * 32;
+  const uint col = column_block * (Kind::COLUMNS / 2);
   const ListedRows a = {x, list, b.rows, p.gate.cols, p.k};
-  const PairedRows w = {weight_rows(gate, p.gate, b.expert, col), weight_rows(up, p.up, b.expert, col), 32};
+  const PairedRows w = {weight_rows(gate, p.gate, b.expert, col), weight_rows(up, p.up, b.expert, col), Kind::COLUMNS / 2};
   const SiluScatter e = {{out, list, b.rows, col, p.gate.rows}};
-  if (b.large != 0) gemm_tile<32, 64, F>(a, w, e, p.gate.cols, mem, tid, lane, simd);
-  else gemm_tile<16, 64, F>(a, w, e, p.gate.cols, mem, tid, lane, simd);
+  run_tile(kind, b.large != 0, a, w, e, p.gate.cols, mem, tid, lane, simd);
 }
 
+#ifndef K_CUDA
 #define EXPERTS_IN(name, F) \
   KERNEL(name, 128, IN(0, uint, gate), IN(1, uint, up), IN(2, bf16, x), IN(3, uint, order), IN(4, uint, blocks), OUT(5, bf16, out), \
          ARGS(6, ExpertsInArgs, p)) \
   { \
     SHARED(uint, mem, TILE_WORDS(32, 64)); \
-    experts_in_rows<F>(gate, up, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
+    experts_in_rows(SimdgroupTile<64, F>(), gate, up, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
   }
 EXPERTS_IN(experts_in_q4, Q4)
 EXPERTS_IN(experts_in_q8, Q8)
 EXPERTS_IN(experts_in_any, ANY_FORMAT)
+#endif
 
 // out[entry] = x[entry] · downᵀ.
-template <uint F>
-FN void experts_out_rows(const DEVICE uint *down, const DEVICE bf16 *x, const DEVICE uint *order, const DEVICE uint *blocks,
+template <class Kind>
+FN void experts_out_rows(Kind kind, const DEVICE uint *down, const DEVICE bf16 *x, const DEVICE uint *order, const DEVICE uint *blocks,
                          DEVICE bf16 *out, CONSTANT ExpertsOutArgs &p, TG uint *mem, uint column_block, uint block, uint tid,
                          uint lane, uint simd)
 {
   const RoutedBlock b = routed_block(blocks, block);
   if (b.there == 0) return;   // for the whole threadgroup
   const DEVICE uint *list = order + b.first;
-  const uint col = column_block * 64;
+  const uint col = column_block * Kind::COLUMNS;
   const ListedRows a = {x, list, b.rows, p.down.cols, 1};
   const WeightRows w = weight_rows(down, p.down, b.expert, col);
   const ScatterRows e = {out, list, b.rows, col, p.down.rows};
-  if (b.large != 0) gemm_tile<32, 64, F>(a, w, e, p.down.cols, mem, tid, lane, simd);
-  else gemm_tile<16, 64, F>(a, w, e, p.down.cols, mem, tid, lane, simd);
+  run_tile(kind, b.large != 0, a, w, e, p.down.cols, mem, tid, lane, simd);
 }
 
+#ifndef K_CUDA
 #define EXPERTS_OUT(name, F) \
   KERNEL(name, 128, IN(0, uint, down), IN(1, bf16, x), IN(2, uint, order), IN(3, uint, blocks), OUT(4, bf16, out), ARGS(5, ExpertsOutArgs, p)) \
   { \
     SHARED(uint, mem, TILE_WORDS(32, 64)); \
-    experts_out_rows<F>(down, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
+    experts_out_rows(SimdgroupTile<64, F>(), down, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
   }
 EXPERTS_OUT(experts_out_q4, Q4)
 EXPERTS_OUT(experts_out_q8, Q8)
 EXPERTS_OUT(experts_out_any, ANY_FORMAT)
+#endif
 
 // out = residual + Σ_rank weight · routed + sigmoid(shared_gate) · shared; eight columns a thread.
 KERNEL(moe_combine, 256, IN(0, float, residual), IN(1, bf16, routed), IN(2, float, weights), IN(3, bf16, shared_out),

@@ -51,6 +51,17 @@ inline float code_number(uint x) { return float(x); }
 #define CODE_DOWN 1.0f
 inline uint code_pair(uint v) { return pack2(float(v & 0xffffu), float(v >> 16)); }
 inline uint scale_pair(uint x, float s) { return pack2(as_f(x << 16) * s, as_f(x & 0xffff0000u) * s); }
+inline uint fma_pair(uint a, uint b, uint c)
+{
+  return pack2(fma(as_f(a << 16), as_f(b << 16), as_f(c << 16)), fma(as_f(a & 0xffff0000u), as_f(b & 0xffff0000u), as_f(c & 0xffff0000u)));
+}
+inline uint byte_permute(uint a, uint b, uint which)
+{
+  const ulong both = ulong(b) << 32 | a;
+  uint r = 0;
+  for (uint i = 0; i < 4; i++) r |= uint(both >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return r;
+}
 #define CODE_PAIR_UP 1.0f
 #define CODE_PAIR_DOWN 1.0f
 #define CODE_PAIR_BACK 1.0f
@@ -134,4 +145,17 @@ FN void emu_mma16(float (&d)[4], const uint (&a)[4], uint b0, uint b1, const cha
   const float x[6] = {as_f(a[0]), as_f(a[1]), as_f(a[2]), as_f(a[3]), as_f(b0), as_f(b1)};
   emu::multiply16(x, d, f, ln);
 }
+// A simdgroup's 16 rows of a wgmma (platform_cuda.h) at once: what must stay as it is until the product was waited for is not watched.
+#define K_WGMMA 1
+template <uint N> FN void wgmma(float (&d)[N / 8][4], const uint (&a)[4], const uint *b, uint j, uint lane) {
+  for (uint n = 0; n < N / 8; n++) {
+    const uint row = n * 8 + lane / 4, *line = b + row * 32 + lane % 4;
+    mma16(d[n], a, line[((2 * j) ^ (row % 8)) * 4], line[((2 * j + 1) ^ (row % 8)) * 4]);
+  }
+}
+template <uint N> FN void wgmma_done(float (&)[N / 8][4]) {}
+FN void wgmma_begin() {}
+FN void wgmma_commit() {}
+FN void wgmma_wait(uint) {}
+FN void matrix_memory_fence() {}
 #define simdgroup_multiply_accumulate(d, a, b, c) emu_mma(d, a, b, c, __FILE__, __LINE__)

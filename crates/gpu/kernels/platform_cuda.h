@@ -15,7 +15,7 @@ typedef unsigned long long ulong;
 #define SHARED(T, name, n) __shared__ __align__(16) T name[n]
 // More of it than a kernel's text may have: the driver sets it aside for the kernels of text::LARGE_MEMORY.
 #define SHARED_LARGE(T, name, n) extern __shared__ __align__(16) uint large_memory[]; T *const name = (T *)large_memory
-#define SHARED_48K SHARED // Metal has 32 KiB
+#define SHARED_48K(T, name, n) __shared__ __align__(1024) T name[n] // Metal has 32 KiB; a swizzle counts from 1 KiB on
 #define KERNEL(name, maxthreads, ...) extern "C" __global__ void __launch_bounds__(maxthreads) name(__VA_ARGS__)
 #define k_group  (uint3{blockIdx.x, blockIdx.y, blockIdx.z})
 #define k_groups (uint3{gridDim.x, gridDim.y, gridDim.z})
@@ -52,6 +52,9 @@ FN uint scale_pair(uint x, float s)
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(pack2(s, s)), "r"(0x80008000u));
   return r;
 }
+// Both of a pair: a · b + c, rounded once.
+FN uint fma_pair(uint a, uint b, uint c) { uint r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+FN uint byte_permute(uint a, uint b, uint which) { return __byte_perm(a, b, which); } // of eight bytes those that the four digits name
 #define CODE_PAIR_UP 2535301200456458802993406410752.0f // 2^101
 #define CODE_PAIR_DOWN 2.3283064365386963e-10f           // 2^-32
 #define CODE_PAIR_BACK 4294967296.0f
@@ -97,6 +100,35 @@ FN void mma16(float (&d)[4], const uint (&a)[4], uint b0, uint b1)
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// wgmma m64nNk16, an accumulator of N / 8 tiles of mma16: d[64][N] += a[64][16] b[N][16]ᵀ by four simdgroups, of which each has 16 rows; K
+// elements 16 j to 16 j + 15 of b's lines of 128 bytes, swizzled. Registers and b must stay as they are until it was waited for.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL // not of the chips after it
+#define K_WGMMA 1
+#define WGMMA_4(d, i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+FN void wgmma_sync(float (&d)[4][4], const uint (&a)[4], ulong b)
+{
+  asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;}"
+               : WGMMA_4(d, 0), WGMMA_4(d, 1), WGMMA_4(d, 2), WGMMA_4(d, 3) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+FN void wgmma_sync(float (&d)[16][4], const uint (&a)[4], ulong b)
+{
+  asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
+               : WGMMA_4(d, 0), WGMMA_4(d, 1), WGMMA_4(d, 2), WGMMA_4(d, 3), WGMMA_4(d, 4), WGMMA_4(d, 5), WGMMA_4(d, 6), WGMMA_4(d, 7), WGMMA_4(d, 8), WGMMA_4(d, 9), WGMMA_4(d, 10), WGMMA_4(d, 11), WGMMA_4(d, 12), WGMMA_4(d, 13), WGMMA_4(d, 14), WGMMA_4(d, 15) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+template <uint N> FN void wgmma(float (&d)[N / 8][4], const uint (&a)[4], const uint *b, uint j, uint)
+{
+  wgmma_sync(d, a, ulong((shared_address(b) & 0x3ffffu) >> 4) + j * 2 | 1ul << 16 | 64ul << 32 | 1ul << 62);
+}
+template <uint N> FN void wgmma_done(float (&d)[N / 8][4])
+{
+#pragma unroll
+  for (uint i = 0; i < N / 8; i++) asm volatile("" : WGMMA_4(d, i) :: "memory");
+}
+FN void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+#define wgmma_wait(n) asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(n) : "memory")
+FN void matrix_memory_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
 // 8x8 matrix over 32 lanes, two elements a lane: row lane/4, columns 2*(lane%4) and the next. The layout is this header's
 // own; kernels must not look inside.
 template <class T> struct simdgroup_matrix8 { T e[2]; };

@@ -71,17 +71,18 @@ KERNEL(route_count, 256, IN(0, uint, ids), OUT(1, uint, counts), ARGS(2, RouteAr
   }
 }
 
-// Rows of an expert in 32-row blocks and one of 16 for what is left, if 16 rows are enough for that; all in blocks of 16 if `adaptive` is 0.
-FN uint large_blocks(uint rows, uint adaptive) { return adaptive != 0 ? (rows + 15) / 32 : 0; }
-FN uint small_blocks(uint rows, uint adaptive)
+// Rows of an expert in blocks of `large` rows, and in blocks of 16 what is left, if that is `tail` rows at most; all in blocks of 16 if
+// `large` is 0.
+FN uint large_blocks(uint rows, uint large, uint tail) { return large != 0 ? (rows + large - 1 - tail) / large : 0; }
+FN uint small_blocks(uint rows, uint large, uint tail)
 {
-  const uint rest = rows - min(rows, large_blocks(rows, adaptive) * 32);
+  const uint rest = rows - min(rows, large_blocks(rows, large, tail) * large);
   return (rest + 15) / 16;
 }
 FN void put_block(DEVICE uint *blocks, uint at, uint first, uint rows, uint expert) { store4(blocks + 4 + 4 * at, first, rows, expert, 0); }
 
-// order[] = the entries by expert. The first threadgroup also writes the blocks: how many of 32 rows, how many of 16, then
-// {first place in order, rows, expert} of each, those of 32 rows first.
+// order[] = the entries by expert. The first threadgroup also writes the blocks: how many large ones, how many of 16 rows, then
+// {first place in order, rows, expert} of each, the large ones first.
 KERNEL(route_scatter, 256, IN(0, uint, ids), IN(1, uint, counts), OUT(2, uint, order), OUT(3, uint, blocks), ARGS(4, RouteArgs, p))
 {
   SHARED(uint, part, ROUTE_CHUNK);
@@ -99,8 +100,8 @@ KERNEL(route_scatter, 256, IN(0, uint, ids), IN(1, uint, counts), OUT(2, uint, o
       if (chunk < k_group.x) before[j] += count;
     }
     entries += total[j];
-    large += large_blocks(total[j], p.adaptive);
-    small += small_blocks(total[j], p.adaptive);
+    large += large_blocks(total[j], p.large, p.tail);
+    small += small_blocks(total[j], p.large, p.tail);
   }
   uint at = simd_exclusive_sum(entries), at_large = simd_exclusive_sum(large), at_small = simd_exclusive_sum(small);
   if (k_lane == 31) {
@@ -125,10 +126,10 @@ KERNEL(route_scatter, 256, IN(0, uint, ids), IN(1, uint, counts), OUT(2, uint, o
     for (uint i = 0; i < n; i++)
       if (part[i] == expert) order[place++] = k_group.x * ROUTE_CHUNK + i;
     if (k_group.x == 0) {
-      const uint in_large = large_blocks(total[j], p.adaptive), in_small = small_blocks(total[j], p.adaptive);
-      for (uint b = 0; b < in_large; b++) put_block(blocks, at_large++, at + b * 32, min(32u, total[j] - b * 32), expert);
+      const uint in_large = large_blocks(total[j], p.large, p.tail), in_small = small_blocks(total[j], p.large, p.tail);
+      for (uint b = 0; b < in_large; b++) put_block(blocks, at_large++, at + b * p.large, min(p.large, total[j] - b * p.large), expert);
       for (uint b = 0; b < in_small; b++) {
-        const uint from = in_large * 32 + b * 16;
+        const uint from = in_large * p.large + b * 16;
         put_block(blocks, at_small++, at + from, min(16u, total[j] - from), expert);
       }
     }

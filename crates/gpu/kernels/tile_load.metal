@@ -3,7 +3,8 @@
 //
 //   gemm_tile<M, N, F>(a, w, e, cols, mem, thread, lane, simd)
 //
-// by 128 threads. `a` has row_of(a, r), `w` has open_row(cursor, w, r) with a Cursor<F>, `e` has drain<M, N>(e, tile, thread).
+// by 128 threads (tiles by mma.sync: gemm_mma.metal). `a` has row_of(a, r), `w` has open_row(cursor, w, r) with a Cursor<F>, `e` has
+// drain<M, N>(e, tile, thread, threads).
 // Rows beyond the last repeat it: their results are not kept.
 
 // Eight bf16 in pairs.
@@ -184,18 +185,23 @@ FN void put(StoreRows e, uint r, uint c, Floats f)
 struct ScatterRows { DEVICE bf16 *out; const DEVICE uint *list; uint rows, col, cols; };
 FN void put(ScatterRows e, uint r, uint c, Floats f) { put_bf16(e.out + ulong(e.list[r]) * e.cols, e.col + c, e.cols, f); }
 
-template <uint M, uint N, class E> FN void drain(E e, const TG float *tile, uint tid)
+// The same from row r on.
+FN StoreRows rows_from(StoreRows e, uint r) { e.first += r; e.rows -= min(e.rows, r); return e; }
+FN ScatterRows rows_from(ScatterRows e, uint r) { e.list += r; e.rows -= min(e.rows, r); return e; }
+
+template <uint M, uint N, class E> FN void drain(E e, const TG float *tile, uint tid, uint threads)
 {
-  for (uint i = tid; i < M * N / 8; i += 128) {
+  for (uint i = tid; i < M * N / 8; i += threads) {
     const uint r = i / (N / 8), c = i % (N / 8) * 8;
     if (r < e.rows) put(e, r, c, tile_eight(tile + r * (N + 4) + c));
   }
 }
 // The tile's first half of columns are gates of the second half: silu(gate) · up, scattered.
 struct SiluScatter { ScatterRows to; };
-template <uint M, uint N> FN void drain(SiluScatter e, const TG float *tile, uint tid)
+FN SiluScatter rows_from(SiluScatter e, uint r) { e.to = rows_from(e.to, r); return e; }
+template <uint M, uint N> FN void drain(SiluScatter e, const TG float *tile, uint tid, uint threads)
 {
-  for (uint i = tid; i < M * N / 16; i += 128) {
+  for (uint i = tid; i < M * N / 16; i += threads) {
     const uint r = i / (N / 16), c = i % (N / 16) * 8;
     if (r >= e.to.rows) continue;
     Floats gate = tile_eight(tile + r * (N + 4) + c);

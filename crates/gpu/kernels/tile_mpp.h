@@ -58,6 +58,6 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
     tile[uint(at_element[1]) * (N + 4) + uint(at_element[0])] = acc[i];
   }
   tg_barrier();
-  drain<M, N>(e, tile, tid);
+  drain<M, N>(e, tile, tid, 128u);
 }
 #endif

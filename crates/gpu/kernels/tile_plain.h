@@ -33,6 +33,6 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
   TG float *tile = (TG float *)mem;
   for (uint i = 0; i < M * N / 128; i++) tile[(tid + i * 128) / N * (N + 4) + (tid + i * 128) % N] = acc[i];
   tg_barrier();
-  drain<M, N>(e, tile, tid);
+  drain<M, N>(e, tile, tid, 128u);
 }
 #endif

@@ -1,4 +1,4 @@
-#if !defined(K_CUDA) && !defined(K_TENSOR) && !defined(K_PLAIN) && !defined(K_MMA)
+#if !defined(K_CUDA) && !defined(K_TENSOR) && !defined(K_PLAIN)
 // Matrix tiles by 8x8 simdgroup matrices: Metal, and the host.
 //
 // A step of 32 of K: 128 threads fetch 8 elements each of a and 16 of w, dequantize them into threadgroup memory, and each of
@@ -59,6 +59,6 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
   for (uint i = 0; i < M / 8; i++)
     for (uint j = 0; j < N / 32; j++) simdgroup_store(acc[i][j], tile + i * 8 * (N + 4) + simd * (N / 4) + j * 8, N + 4);
   tg_barrier();
-  drain<M, N>(e, tile, tid);
+  drain<M, N>(e, tile, tid, 128u);
 }
 #endif

@@ -5,6 +5,7 @@ use lily_ops::{ElementType, Op, Plan, ValueId, WeightId, ops};
 use crate::kernels::attention::{Attend, Prep, attention, attention_prep, attention_scratch_bytes};
 use crate::kernels::common::{Context, DeviceWeight};
 use crate::kernels::gemv::{self, Epilogue, GemvInput, GemvOutput};
+use crate::kernels::gemm::Cut;
 use crate::kernels::route::Routes;
 use crate::kernels::{delta, elementwise, gemm, moe, route};
 use crate::list::{HostRoute, Operand, Recorder};
@@ -61,11 +62,11 @@ impl Bound<'_> {
         let routes = match c.tuning.gpu_routing {
             true => route::route(r, c, self.scratch, self.value(ids), entries, experts),
             false => {
-                let adaptive = c.tuning.adaptive_tiles;
-                let routes = Routes::take(self.scratch, entries, experts, adaptive);
+                let cut = Cut::of(c.profile, c.tuning);
+                let routes = Routes::take(self.scratch, entries, experts, cut);
                 let (order, blocks) = (routes.order, routes.blocks);
                 let ids = self.value(ids);
-                r.by_host(HostRoute { ids, order, blocks, entries, experts, adaptive });
+                r.by_host(HostRoute { ids, order, blocks, entries, experts, cut });
                 routes
             }
         };

@@ -6,6 +6,7 @@ use lily_ops::ElementType;
 
 use crate::args::KernelArgs;
 use crate::driver::{Buffer, Pipeline};
+use crate::kernels::gemm::Cut;
 
 /// A range of a buffer that holds elements of one type.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -133,8 +134,8 @@ pub struct HostRoute {
     pub entries: u32,
     /// Experts.
     pub experts: u32,
-    /// Whether blocks are of 32 rows with a tail of 16.
-    pub adaptive: bool,
+    /// How an expert's rows are cut into blocks.
+    pub cut: Cut,
 }
 
 impl CommandList {

@@ -36,7 +36,7 @@ impl Parts {
 fn step_in(driver: &mut dyn Driver, route: &HostRoute) -> Result<(), DriverError> {
     let mut ids = vec![0u32; route.entries as usize];
     driver.read(route.ids.buffer, route.ids.offset, bytemuck::cast_slice_mut(&mut ids))?;
-    let HostTables { order, blocks } = host_tables(&ids, route.experts, route.adaptive);
+    let HostTables { order, blocks } = host_tables(&ids, route.experts, route.cut);
     driver.write(route.order.buffer, route.order.offset, bytemuck::cast_slice(&order))?;
     driver.write(route.blocks.buffer, route.blocks.offset, bytemuck::cast_slice(&blocks))
 }

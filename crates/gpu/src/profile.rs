@@ -23,6 +23,8 @@ pub struct Profile {
     /// Whether kernels by `mma.sync` may be taken (few rows, attention of long slots, the recurrence in chunks): the platform has it, or
     /// plays it.
     pub mma: bool,
+    /// Whether kernels by `wgmma` may be taken (products of many rows): compute capability 9.0 has it, or the platform plays it.
+    pub wgmma: bool,
     /// GPU cores (streaming multiprocessors).
     pub cores: u32,
     /// Bytes of threadgroup memory a threadgroup may have.
@@ -49,6 +51,7 @@ impl Profile {
             name: name.into(),
             platform,
             mma: false,
+            wgmma: false,
             cores,
             threadgroup_memory: 32 << 10,
             large_memory: 0,
@@ -69,6 +72,7 @@ impl Profile {
                 name: "NVIDIA H200".into(),
                 platform: Platform::Cuda,
                 mma: true,
+                wgmma: true,
                 cores: 132,
                 threadgroup_memory: 48 << 10,
                 large_memory: 227 << 10,
@@ -82,6 +86,7 @@ impl Profile {
                 name: "host, thread by thread".into(),
                 platform: Platform::Host,
                 mma: false,
+                wgmma: false,
                 cores: 8,
                 threadgroup_memory: 32 << 10,
                 large_memory: 227 << 10,

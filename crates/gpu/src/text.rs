@@ -113,12 +113,13 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("tile_load.metal"),
     kernel_file!("tile_simdgroup.h"),
     kernel_file!("tile_mpp.h"),
-    kernel_file!("tile_mma.h"),
     kernel_file!("gemv_mma.metal"),
     kernel_file!("tile_plain.h"),
     kernel_file!("gemm.metal"),
     kernel_file!("route.metal"),
     kernel_file!("moe.metal"),
+    kernel_file!("gemm_mma.metal"),
+    kernel_file!("gemm_wgmma.metal"),
     kernel_file!("moe_decode.metal"),
     kernel_file!("moe_mma.metal"),
     kernel_file!("attention_prep.metal"),
@@ -147,8 +148,10 @@ pub fn is_tile_kernel(kernel: &str) -> bool {
     ["gemm_", "experts_in_", "experts_out_"].iter().any(|family| kernel.starts_with(family))
 }
 
-/// Kernel files that are empty without `mma.sync`.
-const MMA_FILES: [&str; 5] = [
+/// Kernel files that are empty without `mma.sync`. Of chips without `wgmma` its kernels are empty.
+const MMA_FILES: [&str; 7] = [
+    "gemm_mma.metal",
+    "gemm_wgmma.metal",
     "gemv_mma.metal",
     "moe_mma.metal",
     "attention_units.metal",
@@ -184,8 +187,9 @@ pub fn kernels(platform: Platform) -> Vec<String> {
         }
     }
     if platform == Platform::Cuda {
-        // Its matrices have 16 rows.
+        // Its matrices have 16 rows, and its tiles are those by `mma.sync`.
         names.retain(|name| name != "flash_attention_8");
+        names.retain(|name| !is_tile_kernel(name) || name.contains("mma_"));
     }
     names
 }
@@ -323,6 +327,22 @@ mod tests {
             "gemv_mma_1",
             "gemv_mma_8",
             "gemv_mma_8_wide",
+            "gemm_mma_q4_n128",
+            "gemm_mma_q4_n32",
+            "gemm_mma_q8_n128",
+            "gemm_mma_q8_n32",
+            "gemm_mma_bf16_n128",
+            "gemm_mma_bf16_n32",
+            "gemm_mma_any_n32",
+            "experts_in_mma_q4",
+            "experts_in_mma_q8",
+            "experts_in_mma_any",
+            "experts_out_mma_q4",
+            "experts_out_mma_q8",
+            "experts_out_mma_any",
+            "gemm_wgmma_q4",
+            "experts_in_wgmma_q4",
+            "experts_out_wgmma_q4",
             "decode_experts_mma",
             "decode_experts_out_mma",
             "attention_fixed_units",
@@ -332,7 +352,7 @@ mod tests {
         assert_eq!(more(Platform::Host), mma);
         assert_eq!(
             (more(Platform::Cuda), kernels(Platform::Cuda).len()),
-            (mma.map(String::from).into(), names.len() + 7)
+            (mma.map(String::from).into(), names.len() - 14 + 24)
         );
         for name in
             ["fill_words", "gemm_q4_n64", "delta_scan_8", "flash_attention_16", "sample_pick"]

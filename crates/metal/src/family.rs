@@ -119,6 +119,7 @@ pub fn profile(facts: &Facts, system: &System, room: &Room, tensors: bool) -> Pr
         name: facts.name.clone(),
         platform: if tensors { Platform::MetalTensor } else { Platform::Metal },
         mma: false,
+        wgmma: false,
         cores: system.gpu_cores.unwrap_or(cores),
         threadgroup_memory: facts.threadgroup_memory.min(u64::from(u32::MAX)) as u32,
         large_memory: 0,

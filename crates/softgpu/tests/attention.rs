@@ -147,6 +147,7 @@ impl Scene {
         let profile = Profile {
             cores: self.cores,
             mma: self.mma,
+            wgmma: false,
             threadgroup_memory: if self.mma { 48 << 10 } else { 32 << 10 },
             platform: self.platform,
             ..Profile::named("softgpu").unwrap()

@@ -24,6 +24,10 @@ fn every_case_on_the_host() {
         if units && !repeats(case) {
             let mut options = Options::default();
             options.profile.mma = true;
+            let mut driver = SoftDriver::new(options.clone());
+            failures.extend(check(&mut driver, &Tuning::default(), case).err());
+            // And many: on one core, so that wide tiles are taken for all of them.
+            (options.profile.wgmma, options.profile.cores) = (true, 1);
             let mut driver = SoftDriver::new(options);
             failures.extend(check(&mut driver, &Tuning::default(), case).err());
         }

@@ -2,6 +2,7 @@
 
 mod operands;
 
+use lily_gpu::kernels::gemm::Cut;
 use lily_gpu::kernels::moe::{self, Combine, ExpertsIn, ExpertsOut, ExpertsSum};
 use lily_gpu::kernels::route::{self, Routes, Selection};
 use lily_gpu::{Operand, Tuning};
@@ -22,11 +23,11 @@ fn rig_with(mma: bool) -> Rig {
 }
 
 /// The tables that the device makes, and those of the host.
-fn check_routes(rig: &mut Rig, what: &str, ids: &[u32], experts: u32, adaptive: bool) {
-    rig.tuning.adaptive_tiles = adaptive;
+fn check_routes(rig: &mut Rig, what: &str, ids: &[u32], experts: u32) {
+    let cut = Cut::of(&rig.profile, &rig.tuning);
     let entries = ids.len() as u32;
     let ids_operand = rig.u32(ids);
-    let most = route::most_blocks(entries, experts, adaptive) as usize;
+    let most = route::most_blocks(entries, experts, cut) as usize;
     let (order, blocks) =
         (rig.empty(ids.len(), ElementType::U32), rig.empty(4 + 4 * most, ElementType::U32));
     let kernels = rig.run(|r, c, scratch| {
@@ -44,7 +45,7 @@ fn check_routes(rig: &mut Rig, what: &str, ids: &[u32], experts: u32, adaptive: 
         }
     });
     assert_eq!(kernels, ["route_count", "route_scatter"]);
-    let host = route::host_tables(ids, experts, adaptive);
+    let host = route::host_tables(ids, experts, cut);
     assert_eq!(rig.read_u32(order), host.order, "{what}");
     assert_eq!(rig.read_u32(blocks)[..host.blocks.len()], host.blocks, "{what}");
 }
@@ -52,7 +53,8 @@ fn check_routes(rig: &mut Rig, what: &str, ids: &[u32], experts: u32, adaptive: 
 #[test]
 fn device_and_host_make_the_same_tables() {
     let mut rig = rig();
-    for adaptive in [true, false] {
+    for (adaptive, mma) in [(true, false), (true, true), (false, false)] {
+        (rig.tuning.adaptive_tiles, rig.profile.mma) = (adaptive, mma);
         // Experts with no row, one, around a block of 16 and of 32, and many.
         let mut ids = Vec::new();
         for (expert, rows) in [0, 1, 15, 16, 17, 31, 32, 33, 48, 49, 100].into_iter().enumerate() {
@@ -61,16 +63,16 @@ fn device_and_host_make_the_same_tables() {
         // In an order that mixes them.
         let n = ids.len();
         let mixed: Vec<u32> = (0..n).map(|i| ids[i * 101 % n]).collect();
-        check_routes(&mut rig, "sizes", &mixed, 12, adaptive);
-        check_routes(&mut rig, "all on one", &[3; 90], 4, adaptive);
-        check_routes(&mut rig, "one", &[2], 3, adaptive);
+        check_routes(&mut rig, "sizes", &mixed, 12);
+        check_routes(&mut rig, "all on one", &[3; 90], 4);
+        check_routes(&mut rig, "one", &[2], 3);
         // More than one threadgroup has entries; more than one simdgroup has experts.
         let random: Vec<u32> =
             rig.random(1100).iter().map(|x| ((x + 1.0) * 128.0) as u32 % 256).collect();
-        check_routes(&mut rig, "256 experts", &random, 256, adaptive);
+        check_routes(&mut rig, "256 experts", &random, 256);
         // More than one expert a thread.
         let wide: Vec<u32> = random.iter().map(|x| x * 4 % 1023).collect();
-        check_routes(&mut rig, "1023 experts", &wide, 1023, adaptive);
+        check_routes(&mut rig, "1023 experts", &wide, 1023);
     }
 }
 
@@ -195,11 +197,12 @@ fn both_on(
     let (n, k) = (rows as u32, K as u32);
     let (entries, experts) = (n * k, EXPERTS as u32);
     let ids = rig.read_u32(l.ids);
-    let host = route::host_tables(&ids, experts, tuning.adaptive_tiles);
+    let cut = Cut::of(&rig.profile, &tuning);
+    let host = route::host_tables(&ids, experts, cut);
     let made = Routes {
         order: rig.u32(&host.order),
         blocks: rig.u32(&host.blocks),
-        most_blocks: route::most_blocks(entries, experts, tuning.adaptive_tiles),
+        most_blocks: route::most_blocks(entries, experts, cut),
     };
     let kernels = rig.run(|r, c, scratch| {
         let routes = match (moe::few(n), host_tables) {
@@ -218,18 +221,34 @@ fn both_on(
 
 #[test]
 fn switches_of_grouped_experts_change_the_way_and_not_the_bits() {
-    let (on, kernels) = both(Tuning::default(), 37, false);
-    assert_eq!(kernels, ["route_count", "route_scatter", "experts_in_q4", "experts_out_q4"]);
-    assert!(on.iter().flatten().all(|x| x.is_finite()));
-    let off = Tuning::without("dequantize_in_gemm").unwrap();
-    let (expanded, kernels) = both(off, 37, false);
-    assert_eq!(kernels.iter().filter(|k| **k == "dequantize").count(), 3);
-    assert_eq!(on, expanded);
-    let (small, _) = both(Tuning::without("adaptive_tiles").unwrap(), 37, false);
-    assert_eq!(on, small);
-    let (hosts, kernels) = both(Tuning::default(), 37, true);
-    assert_eq!(kernels, ["experts_in_q4", "experts_out_q4"]);
-    assert_eq!(on, hosts);
+    for (mma, wgmma, grouped) in [
+        (false, false, ["experts_in_q4", "experts_out_q4"]),
+        (true, false, ["experts_in_mma_q4", "experts_out_mma_q4"]),
+        (true, true, ["experts_in_wgmma_q4", "experts_out_wgmma_q4"]),
+    ] {
+        let both = |tuning, hosts| {
+            let mut rig = rig_with(mma);
+            rig.profile.wgmma = wgmma;
+            both_on(rig, tuning, 37, hosts)
+        };
+        let (on, kernels) = both(Tuning::default(), false);
+        assert_eq!(kernels[..2], ["route_count", "route_scatter"]);
+        assert_eq!(kernels[2..], grouped);
+        assert!(on.iter().flatten().all(|x| x.is_finite()));
+        let off = Tuning::without("dequantize_in_gemm").unwrap();
+        let (expanded, kernels) = both(off, false);
+        assert_eq!(kernels.iter().filter(|k| **k == "dequantize").count(), 3);
+        // wgmma takes 4-bit weights alone, and adds in another order.
+        match wgmma {
+            false => assert_eq!(on, expanded),
+            true => (0..2).for_each(|i| close("expanded", &on[i], &expanded[i], 0.01)),
+        }
+        let (small, _) = both(Tuning::without("adaptive_tiles").unwrap(), false);
+        assert_eq!(on, small);
+        let (hosts, kernels) = both(Tuning::default(), true);
+        assert_eq!(kernels, grouped);
+        assert_eq!(on, hosts);
+    }
 }
 
 #[test]

@@ -1,10 +1,9 @@
 //! Matrix tiles: each target's loop that the host can run against the plain one, and both ways through a product.
 
-mod mma;
 mod operands;
 
 use lily_gpu::kernels::gemm::{Epilogue, Product, dense};
-use lily_gpu::{Platform, Text, Tuning};
+use lily_gpu::Tuning;
 use lily_ops::{ElementType, WeightFormat};
 use lily_softgpu::{Compiler, Options};
 use operands::{Rig, TestWeight, close, text_of};
@@ -67,7 +66,7 @@ fn product(
     (rig.read_f32(out), want(&x, &weight))
 }
 
-/// All formats at ragged sizes: tiles of 16 and 32 rows, of 32 and 64 columns, K below, at and beside a step.
+/// All formats at ragged sizes: tiles of 16 and 32 rows, of all widths, K below, at and beside a step.
 fn shapes(mut rig: Rig, what: &str) {
     rig.profile.cores = 1; // narrow tiles only where they must be
     let sizes = [
@@ -115,7 +114,7 @@ fn small_tensor_operations() {
 
 #[test]
 fn small_mma_sync() {
-    products(&mut mma_rig(), "mma", FORMATS[0], &SMALL);
+    products(&mut mma_rig(), "mma", FORMATS[0], &[(40, 40, 192)]);
 }
 
 #[test]
@@ -143,28 +142,55 @@ fn tensor() -> Rig {
     Rig::with(text, Options { compiler, ..Options::default() })
 }
 
-/// ldmatrix and mma.sync as attention's tests have them.
-const MATRICES: &str = r#"
-template <class T> static T *shared_address(T *p) { return p; }
-template <class T> static void load_matrices(unsigned (&r)[4], const T *row) { flash_load(r, row); }
-"#;
-
 #[test]
 fn mma_sync() {
-    shapes(mma_rig(), "mma");
+    let mut rig = mma_rig();
+    // Tiles of 128 and 32 columns, and more than one block of rows.
+    let sizes = [(130, 300, 128), (128, 256, 64), (40, 200, 128), (200, 129, 64)];
+    for format in FORMATS {
+        products(&mut rig, "mma", format, &sizes);
+    }
+    shapes(rig, "mma");
+}
+
+#[test]
+fn wgmma() {
+    let mut rig = wgmma_rig();
+    for sizes in [(130, 300, 128), (128, 256, 64), (33, 10, 192), (17, 100, 64), (9, 513, 512)] {
+        products(&mut rig, "wgmma", FORMATS[0], &[sizes]);
+    }
+    let mut kernels = Vec::new();
+    for cores in [1, 132] {
+        rig.profile.cores = cores;
+        let (x, weight) = (rig.random(40 * 64), rig.weight(FORMATS[0], 1, 300, 64));
+        let (x, out) = (rig.bf16(&x), rig.empty(40 * 300, ElementType::F32));
+        let epilogue = Epilogue::Store;
+        let product = Product { x, rows: 40, weight: &weight.device, out, epilogue };
+        kernels.extend(rig.run(|r, c, scratch| dense(r, c, scratch, &product)));
+    }
+    // A few threadgroups are spread over more cores.
+    assert_eq!(kernels, ["gemm_wgmma_q4", "gemm_mma_q4_n32"]);
+}
+
+#[test]
+fn small_wgmma() {
+    products(&mut wgmma_rig(), "wgmma", FORMATS[0], &[(40, 40, 192)]);
+}
+
+fn wgmma_rig() -> Rig {
+    let mut rig = mma_rig();
+    rig.profile.wgmma = true;
+    rig
 }
 
 fn mma_rig() -> Rig {
-    let prelude = [mma::PRELUDE, MATRICES].concat();
-    let files: Vec<&str> = FILES.iter().copied().chain(["tile_mma.h"]).collect();
-    let mut rig = Rig::new(text_of("#define K_MMA 1\n", &prelude, &files));
-    rig.profile.platform = Platform::Cuda;
+    let mut rig = Rig::new(text_of("", "", operands::EXPERT_FILES));
+    (rig.profile.mma, rig.profile.cores) = (true, 1);
     rig
 }
 
 /// Bits of one product under a tuning, and the kernels that made it.
-fn bits(text: Text, tuning: Tuning, format: WeightFormat) -> (Vec<f32>, Vec<&'static str>) {
-    let mut rig = Rig::new(text);
+fn bits(mut rig: Rig, tuning: Tuning, format: WeightFormat) -> (Vec<f32>, Vec<&'static str>) {
     rig.tuning = tuning;
     let x = rig.random(49 * 128);
     let weight = rig.weight(format, 1, 70, 128);
@@ -178,16 +204,19 @@ fn bits(text: Text, tuning: Tuning, format: WeightFormat) -> (Vec<f32>, Vec<&'st
 
 #[test]
 fn switches_change_the_way_and_not_the_bits() {
-    for format in &FORMATS[..2] {
-        let text = || text_of("", "", FILES);
-        let (on, kernels) = bits(text(), Tuning::default(), *format);
-        assert_eq!(kernels.len(), 1);
-        let off = Tuning::without("dequantize_in_gemm").unwrap();
-        let (expanded, kernels) = bits(text(), off, *format);
-        assert_eq!(kernels, ["dequantize", "gemm_bf16_n32"]);
-        assert_eq!(on, expanded, "{format:?}");
-        let (small, _) = bits(text(), Tuning::without("adaptive_tiles").unwrap(), *format);
-        assert_eq!(on, small, "{format:?}: a row's bits do not depend on its tile");
+    let rigs: [(fn() -> Rig, &str); 2] =
+        [(simdgroup, "gemm_bf16_n32"), (mma_rig, "gemm_mma_bf16_n32")];
+    for (rig, of_bf16) in rigs {
+        for format in &FORMATS[..2] {
+            let (on, kernels) = bits(rig(), Tuning::default(), *format);
+            assert_eq!(kernels.len(), 1);
+            let off = Tuning::without("dequantize_in_gemm").unwrap();
+            let (expanded, kernels) = bits(rig(), off, *format);
+            assert_eq!(kernels, ["dequantize", of_bf16]);
+            assert_eq!(on, expanded, "{format:?}");
+            let (small, _) = bits(rig(), Tuning::without("adaptive_tiles").unwrap(), *format);
+            assert_eq!(on, small, "{format:?}: a row's bits do not depend on its tile");
+        }
     }
 }
 

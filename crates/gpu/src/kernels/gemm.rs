@@ -5,7 +5,7 @@ use lily_ops::ElementType;
 use crate::kernel_args;
 use crate::kernels::common::{Context, DeviceWeight, Matrix};
 use crate::list::{Access, Binding, Operand, Recorder};
-use crate::profile::{Platform, Profile};
+use crate::profile::Profile;
 use crate::scratch::Scratch;
 use crate::tuning::Tuning;
 
@@ -48,34 +48,83 @@ pub struct Tiles {
     pub kernel: &'static str,
     /// Columns of a tile.
     pub columns: u32,
+    /// Threads of a tile.
+    pub threads: u32,
     /// Large blocks of rows.
     pub large: u32,
     /// Blocks of 16 rows after those.
     pub small: u32,
 }
 
-/// Rows of a large block of the grouped products, and of the dense ones except on CUDA.
-pub const LARGE: u32 = 32;
-
-/// Rows of a large block of a dense product. A weight is dequantized once a block: against the matrix units of
-/// CUDA's devices that is dear.
-pub fn large_rows(platform: Platform) -> u32 {
-    if platform == Platform::Cuda { 64 } else { LARGE }
+/// How rows of activations are cut into blocks: those of a product, or those that chose an expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// Rows of a large block; 0: there are only blocks of 16.
+    pub large: u32,
+    /// Most rows that are left to blocks of 16, where there are large ones.
+    pub tail: u32,
 }
 
-/// Rows in blocks of `large`, what is left in blocks of 16 if it is half a large one or less; all in blocks of 16
-/// without `adaptive`.
-pub fn row_blocks(rows: u32, large: u32, adaptive: bool) -> (u32, u32) {
-    let blocks = if adaptive { (rows + large / 2 - 1) / large } else { 0 };
-    (blocks, rows.saturating_sub(blocks * large).div_ceil(16))
+impl Cut {
+    /// Without `adaptive_tiles`.
+    pub const FIXED: Self = Self { large: 0, tail: 0 };
+    /// Of tiles by four simdgroups: a block costs what its rows are, or would be.
+    pub const SIMDGROUPS: Self = Self { large: 32, tail: 16 };
+    /// Of tiles by `mma.sync`: a weight is dequantized once a block, and a block of few rows multiplies these alone.
+    pub const UNITS: Self = Self { large: 128, tail: 0 };
+
+    /// The cut of a device's tiles.
+    pub fn of(profile: &Profile, tuning: &Tuning) -> Self {
+        match (tuning.adaptive_tiles, profile.mma) {
+            (false, _) => Self::FIXED,
+            (true, false) => Self::SIMDGROUPS,
+            (true, true) => Self::UNITS,
+        }
+    }
+
+    /// Large blocks of that many rows, and blocks of 16 after those.
+    pub fn blocks(self, rows: u32) -> (u32, u32) {
+        let large = (rows + self.large.saturating_sub(1 + self.tail)).checked_div(self.large);
+        let large = large.unwrap_or(0);
+        (large, rows.saturating_sub(large * self.large).div_ceil(16))
+    }
 }
 
 /// The tiles for a weight of `columns` outputs in `format`.
-///
+pub fn tiles(format: u32, rows: u32, columns: u32, profile: &Profile, tuning: &Tuning) -> Tiles {
+    let (large, small) = Cut::of(profile, tuning).blocks(rows);
+    match profile.mma {
+        true => unit_tiles(format, columns, large, small, profile),
+        false => simdgroup_tiles(format, columns, large, small, profile),
+    }
+}
+
+/// Columns and threads of the tiles by `wgmma`.
+pub(crate) const WIDE: (u32, u32) = (256, 256);
+
+/// The widest tiles that leave few cores without a threadgroup: activations are read once for their columns. Those by `wgmma` multiply
+/// half as fast again on a core, so that fewer cores do.
+fn unit_tiles(format: u32, columns: u32, large: u32, small: u32, profile: &Profile) -> Tiles {
+    let groups = |n: u32| columns.div_ceil(n).saturating_mul(large + small);
+    if profile.wgmma && format == 0 && groups(WIDE.0) >= profile.cores / 3 {
+        let (columns, threads) = WIDE;
+        return Tiles { kernel: "gemm_wgmma_q4", columns, threads, large, small };
+    }
+    let kernels: &[(&str, u32)] = match format {
+        0 => &[("gemm_mma_q4_n128", 128), ("gemm_mma_q4_n32", 32)],
+        1 => &[("gemm_mma_q8_n128", 128), ("gemm_mma_q8_n32", 32)],
+        2 => &[("gemm_mma_bf16_n128", 128), ("gemm_mma_bf16_n32", 32)],
+        // f32 matrices are vectors that steer something: never large.
+        _ => &[("gemm_mma_any_n32", 32)],
+    };
+    let wide = kernels.iter().find(|(_, n)| columns >= *n && groups(*n) >= profile.cores / 4 * 3);
+    let (kernel, columns) = *wide.unwrap_or(&kernels[kernels.len() - 1]);
+    Tiles { kernel, columns, threads: TILE_THREADS, large, small }
+}
+
 /// 64 columns read activations half as often; 32 are for narrow weights, and where 64 would leave cores without a
 /// threadgroup.
-pub fn tiles(format: u32, rows: u32, columns: u32, profile: &Profile, tuning: &Tuning) -> Tiles {
-    let (large, small) = row_blocks(rows, large_rows(profile.platform), tuning.adaptive_tiles);
+fn simdgroup_tiles(format: u32, columns: u32, large: u32, small: u32, profile: &Profile) -> Tiles {
     let groups = columns.div_ceil(64).saturating_mul(large + small);
     let narrow = columns <= 32 || groups < 2 * profile.cores;
     let (kernel, columns) = match (format, narrow) {
@@ -88,7 +137,7 @@ pub fn tiles(format: u32, rows: u32, columns: u32, profile: &Profile, tuning: &T
         // f32 matrices are vectors that steer something: never large.
         _ => ("gemm_any_n32", 32),
     };
-    Tiles { kernel, columns, large, small }
+    Tiles { kernel, columns, threads: TILE_THREADS, large, small }
 }
 
 /// Whether the tiles can read rows of this many elements: 16 bytes at a time.
@@ -185,7 +234,7 @@ pub fn dense(r: &mut Recorder, c: &Context, scratch: &mut Scratch, product: &Pro
     r.dispatch(
         tiles.kernel,
         [w.rows.div_ceil(tiles.columns), tiles.large + tiles.small, 1],
-        TILE_THREADS,
+        tiles.threads,
         vec![
             source.binding(),
             Binding::new(x, Access::Read),
@@ -217,35 +266,42 @@ mod tests {
             (17, false, (0, 2)),
             (33, false, (0, 3)),
         ] {
-            assert_eq!(row_blocks(rows, 32, adaptive), want, "{rows} rows");
+            let cut = if adaptive { Cut::SIMDGROUPS } else { Cut::FIXED };
+            assert_eq!(cut.blocks(rows), want, "{rows} rows");
         }
-        // Large blocks of 64: up to 32 rows left are two small ones.
-        for (rows, want) in [(16, (0, 1)), (32, (0, 2)), (33, (1, 0)), (96, (1, 2)), (97, (2, 0))] {
-            assert_eq!(row_blocks(rows, 64, true), want, "{rows} rows");
+        for (rows, want) in [(1, (1, 0)), (128, (1, 0)), (129, (2, 0)), (4096, (32, 0))] {
+            assert_eq!(Cut::UNITS.blocks(rows), want, "{rows} rows");
         }
-        assert_eq!((large_rows(Platform::Cuda), large_rows(Platform::Metal)), (64, 32));
     }
 
     #[test]
     fn tiles_of_real_matrices() {
         let tuning = Tuning::default();
         let h200 = Profile::named("h200").unwrap();
+        let a100 = Profile { wgmma: false, ..h200.clone() };
         let m4 = Profile::named("m4-max").unwrap();
         for (format, rows, columns, profile, kernel) in [
             // Enough threadgroups: wide tiles.
-            (0, 2048, 8192, &h200, "gemm_q4_n64"),
             (0, 2048, 2048, &m4, "gemm_q4_n64"),
             // 2 blocks of rows by 32 of columns are fewer than two a core: narrow ones.
-            (0, 64, 2048, &h200, "gemm_q4_n32"),
             (0, 64, 2048, &m4, "gemm_q4_n32"),
             (0, 128, 2048, &m4, "gemm_q4_n64"),
+            (0, 8192, 32, &m4, "gemm_q4_n32"),
+            (3, 2048, 1, &m4, "gemm_any_n32"),
+            // 16 blocks of rows by 32 of columns.
+            (0, 2048, 8192, &h200, "gemm_wgmma_q4"),
+            (0, 2048, 8192, &a100, "gemm_mma_q4_n128"),
+            // The shared expert's: 32 by 2.
+            (0, 4096, 512, &h200, "gemm_wgmma_q4"),
+            (0, 2048, 512, &h200, "gemm_mma_q4_n32"),
+            (0, 64, 2048, &h200, "gemm_mma_q4_n32"),
             // The router's and the gates' weights are narrow.
-            (1, 512, 256, &h200, "gemm_q8_n32"),
-            (1, 8192, 256, &h200, "gemm_q8_n64"),
-            (0, 8192, 32, &h200, "gemm_q4_n32"),
-            (2, 2048, 8192, &h200, "gemm_bf16_n64"),
-            (2, 16, 64, &h200, "gemm_bf16_n32"),
-            (3, 2048, 1, &h200, "gemm_any_n32"),
+            (1, 512, 256, &h200, "gemm_mma_q8_n32"),
+            (1, 16384, 256, &h200, "gemm_mma_q8_n128"),
+            (0, 4096, 32, &h200, "gemm_mma_q4_n32"),
+            (2, 2048, 8192, &h200, "gemm_mma_bf16_n128"),
+            (2, 16, 64, &h200, "gemm_mma_bf16_n32"),
+            (3, 2048, 1, &h200, "gemm_mma_any_n32"),
         ] {
             let tiles = tiles(format, rows, columns, profile, &tuning);
             assert_eq!(tiles.kernel, kernel, "{rows} rows, {columns} columns on {}", profile.name);

@@ -4,10 +4,11 @@ use lily_ops::ElementType;
 
 use crate::kernel_args;
 use crate::kernels::common::{Context, DeviceWeight, Matrix, StepShape};
-use crate::kernels::gemm::{Source, TILE_THREADS};
+use crate::kernels::gemm::{Source, TILE_THREADS, WIDE};
 use crate::kernels::route::Routes;
 use crate::kernels::{elementwise, gemv};
 use crate::list::{Access, Binding, Operand, Recorder};
+use crate::profile::Profile;
 use crate::scratch::Scratch;
 
 kernel_args! {
@@ -71,10 +72,46 @@ pub fn few(rows: u32) -> bool {
     rows <= StepShape::DECODE_ROWS
 }
 
+/// A kernel of grouped products, columns of its tiles, and its threads.
+type Grouped = (&'static str, u32, u32);
 /// A kernel of each format, and one for formats that are rare or differ among its weights.
-type Kernels = [&'static str; 3];
+type Kernels = [Grouped; 3];
 
-fn pick(kernels: Kernels, formats: [u32; 2]) -> &'static str {
+const EXPERTS_IN: Kernels = [
+    ("experts_in_q4", 64, TILE_THREADS),
+    ("experts_in_q8", 64, TILE_THREADS),
+    ("experts_in_any", 64, TILE_THREADS),
+];
+const EXPERTS_OUT: Kernels = [
+    ("experts_out_q4", 64, TILE_THREADS),
+    ("experts_out_q8", 64, TILE_THREADS),
+    ("experts_out_any", 64, TILE_THREADS),
+];
+const EXPERTS_IN_MMA: Kernels = [
+    ("experts_in_mma_q4", 128, TILE_THREADS),
+    ("experts_in_mma_q8", 64, TILE_THREADS),
+    ("experts_in_mma_any", 64, TILE_THREADS),
+];
+const EXPERTS_OUT_MMA: Kernels = [
+    ("experts_out_mma_q4", 128, TILE_THREADS),
+    ("experts_out_mma_q8", 64, TILE_THREADS),
+    ("experts_out_mma_any", 64, TILE_THREADS),
+];
+const EXPERTS_IN_WGMMA: Grouped = ("experts_in_wgmma_q4", WIDE.0, WIDE.1);
+const EXPERTS_OUT_WGMMA: Grouped = ("experts_out_wgmma_q4", WIDE.0, WIDE.1);
+
+/// The kernel of grouped products on a device: by simdgroups, by `mma.sync`, by `wgmma`.
+fn pick(
+    profile: &Profile,
+    simdgroups: Kernels,
+    units: Kernels,
+    wide: Grouped,
+    formats: [u32; 2],
+) -> Grouped {
+    if profile.wgmma && formats == [0, 0] {
+        return wide;
+    }
+    let kernels = if profile.mma { units } else { simdgroups };
     match formats {
         [0, 0] => kernels[0],
         [1, 1] => kernels[1],
@@ -150,11 +187,13 @@ fn grouped_experts_in(
     let gate = Source::new(r, c, op.gate, scratch);
     let up = Source::new(r, c, op.up, scratch);
     let (g, u) = (gate.weight.matrix, up.weight.matrix);
-    let kernels = ["experts_in_q4", "experts_in_q8", "experts_in_any"];
+    let formats = [g.format, u.format];
+    let (kernel, columns, threads) =
+        pick(c.profile, EXPERTS_IN, EXPERTS_IN_MMA, EXPERTS_IN_WGMMA, formats);
     r.dispatch(
-        pick(kernels, [g.format, u.format]),
-        [g.rows.div_ceil(32), routes.most_blocks, 1],
-        TILE_THREADS,
+        kernel,
+        [g.rows.div_ceil(columns / 2), routes.most_blocks, 1],
+        threads,
         vec![
             gate.binding(),
             up.binding(),
@@ -281,10 +320,12 @@ pub fn experts_out(
     };
     let down = Source::new(r, c, op.down, scratch);
     let d = down.weight.matrix;
+    let (kernel, columns, threads) =
+        pick(c.profile, EXPERTS_OUT, EXPERTS_OUT_MMA, EXPERTS_OUT_WGMMA, [d.format; 2]);
     r.dispatch(
-        pick(["experts_out_q4", "experts_out_q8", "experts_out_any"], [d.format; 2]),
-        [d.rows.div_ceil(64), routes.most_blocks, 1],
-        TILE_THREADS,
+        kernel,
+        [d.rows.div_ceil(columns), routes.most_blocks, 1],
+        threads,
         vec![down.binding(), read(op.x), read(routes.order), read(routes.blocks), write(op.out)],
         &ExpertsOutArgs { down: d },
         selected_bytes(&down.weight, entries)
@@ -419,11 +460,21 @@ mod tests {
 
     #[test]
     fn kernels_by_format() {
-        let kernels = ["q4", "q8", "any"];
-        for (formats, want) in
-            [([0, 0], "q4"), ([1, 1], "q8"), ([0, 1], "any"), ([2, 2], "any"), ([3, 3], "any")]
-        {
-            assert_eq!(pick(kernels, formats), want);
+        let [h200, softgpu] = ["h200", "softgpu"].map(|n| Profile::named(n).unwrap());
+        let ampere = Profile { wgmma: false, ..h200.clone() };
+        for (profile, formats, want) in [
+            (&softgpu, [0, 0], "experts_in_q4"),
+            (&softgpu, [1, 1], "experts_in_q8"),
+            (&softgpu, [0, 1], "experts_in_any"),
+            (&softgpu, [2, 2], "experts_in_any"),
+            (&ampere, [0, 0], "experts_in_mma_q4"),
+            (&ampere, [3, 3], "experts_in_mma_any"),
+            (&h200, [0, 0], "experts_in_wgmma_q4"),
+            (&h200, [1, 1], "experts_in_mma_q8"),
+            (&h200, [0, 1], "experts_in_mma_any"),
+        ] {
+            let kernel = pick(profile, EXPERTS_IN, EXPERTS_IN_MMA, EXPERTS_IN_WGMMA, formats);
+            assert_eq!(kernel.0, want, "{}", profile.name);
         }
     }
 

@@ -4,7 +4,7 @@ use lily_ops::ElementType;
 
 use crate::kernel_args;
 use crate::kernels::common::Context;
-use crate::kernels::gemm::{LARGE, row_blocks};
+use crate::kernels::gemm::Cut;
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::scratch::Scratch;
 
@@ -31,8 +31,10 @@ kernel_args! {
         each: u32,
         /// Threadgroups that the entries are shared by.
         chunks: u32,
-        /// 0: blocks of 16 rows only.
-        adaptive: u32,
+        /// Rows of a large block; 0: blocks of 16 rows only.
+        large: u32,
+        /// Most rows that are left to blocks of 16.
+        tail: u32,
     }
 }
 
@@ -96,16 +98,16 @@ pub fn router(r: &mut Recorder, _c: &Context, s: &Selection) {
 pub struct Routes {
     /// u32: entries (`row · k + rank`) by expert, then by row and rank.
     pub order: Operand,
-    /// u32: how many blocks of 32 rows there are, how many of 16, two unused words; then of each block its first place in
-    /// `order`, its rows, its expert and an unused word, those of 32 rows first.
+    /// u32: how many large blocks there are, how many of 16 rows, two unused words; then of each block its first place in
+    /// `order`, its rows, its expert and an unused word, the large ones first.
     pub blocks: Operand,
     /// Blocks at most: the grid of the products.
     pub most_blocks: u32,
 }
 
 /// Blocks that `entries` of `experts` may need at most, whatever their distribution.
-pub fn most_blocks(entries: u32, experts: u32, adaptive: bool) -> u32 {
-    let rows = if adaptive { 32 } else { 16 };
+pub fn most_blocks(entries: u32, experts: u32, cut: Cut) -> u32 {
+    let rows = u64::from(cut.large.max(16));
     let used = u64::from(experts.min(entries));
     // Each expert wastes less than a block.
     let most = (u64::from(entries) + used * (rows - 1)) / rows;
@@ -114,8 +116,8 @@ pub fn most_blocks(entries: u32, experts: u32, adaptive: bool) -> u32 {
 
 impl Routes {
     /// Memory for them.
-    pub fn take(scratch: &mut Scratch, entries: u32, experts: u32, adaptive: bool) -> Self {
-        let most_blocks = most_blocks(entries, experts, adaptive);
+    pub fn take(scratch: &mut Scratch, entries: u32, experts: u32, cut: Cut) -> Self {
+        let most_blocks = most_blocks(entries, experts, cut);
         Self {
             order: scratch.take(entries.into(), ElementType::U32),
             blocks: scratch.take(4 + 4 * u64::from(most_blocks), ElementType::U32),
@@ -133,12 +135,12 @@ pub fn route(
     entries: u32,
     experts: u32,
 ) -> Routes {
-    let adaptive = c.tuning.adaptive_tiles;
-    let routes = Routes::take(scratch, entries, experts, adaptive);
+    let cut = Cut::of(c.profile, c.tuning);
+    let routes = Routes::take(scratch, entries, experts, cut);
     let chunks = entries.div_ceil(CHUNK);
     let counts = scratch.take(u64::from(chunks) * u64::from(experts), ElementType::U32);
     let each = experts.div_ceil(256);
-    let args = RouteArgs { entries, experts, each, chunks, adaptive: adaptive.into() };
+    let args = RouteArgs { entries, experts, each, chunks, large: cut.large, tail: cut.tail };
     let ids_bytes = u64::from(entries) * 4;
     r.dispatch(
         "route_count",
@@ -174,7 +176,7 @@ pub struct HostTables {
 }
 
 /// The tables that [`route`] writes, from ids that were read back. Ids beyond `experts` are left out.
-pub fn host_tables(ids: &[u32], experts: u32, adaptive: bool) -> HostTables {
+pub fn host_tables(ids: &[u32], experts: u32, cut: Cut) -> HostTables {
     let mut entries_of = vec![Vec::new(); experts as usize];
     for (entry, expert) in ids.iter().enumerate() {
         if let Some(list) = entries_of.get_mut(*expert as usize) {
@@ -185,13 +187,13 @@ pub fn host_tables(ids: &[u32], experts: u32, adaptive: bool) -> HostTables {
     let (mut large, mut small) = (Vec::new(), Vec::new());
     for (expert, entries) in entries_of.iter().enumerate() {
         let (first, rows) = (order.len() as u32, entries.len() as u32);
-        let (in_large, in_small) = row_blocks(rows, LARGE, adaptive);
+        let (in_large, in_small) = cut.blocks(rows);
         let mut at = 0;
-        let sizes = std::iter::repeat_n(32, in_large as usize)
+        let sizes = std::iter::repeat_n(cut.large, in_large as usize)
             .chain(std::iter::repeat_n(16, in_small as usize));
-        for size in sizes {
+        for (i, size) in sizes.enumerate() {
             let block = [first + at, size.min(rows - at), expert as u32, 0];
-            if size == 32 { &mut large } else { &mut small }.extend(block);
+            if i < in_large as usize { &mut large } else { &mut small }.extend(block);
             at += block[1];
         }
         order.extend(entries);
@@ -213,33 +215,36 @@ mod tests {
         ids[4] = 0;
         let order: Vec<u32> = [4].into_iter().chain((0..18).filter(|i| *i != 4)).collect();
         let blocks = vec![1, 1, 0, 0, 1, 17, 2, 0, 0, 1, 0, 0];
-        assert_eq!(host_tables(&ids, 3, true), HostTables { order: order.clone(), blocks });
+        let tables = |cut| host_tables(&ids, 3, cut);
+        assert_eq!(tables(Cut::SIMDGROUPS), HostTables { order: order.clone(), blocks });
         let blocks = vec![0, 3, 0, 0, 0, 1, 0, 0, 1, 16, 2, 0, 17, 1, 2, 0];
-        assert_eq!(host_tables(&ids, 3, false), HostTables { order, blocks });
+        assert_eq!(tables(Cut::FIXED), HostTables { order: order.clone(), blocks });
+        let blocks = vec![2, 0, 0, 0, 0, 1, 0, 0, 1, 17, 2, 0];
+        assert_eq!(tables(Cut::UNITS), HostTables { order, blocks });
     }
 
     #[test]
     fn the_grid_is_never_too_small() {
         // The worst distributions: one row beyond whole blocks for as many experts as possible.
-        for adaptive in [false, true] {
+        for cut in [Cut::FIXED, Cut::SIMDGROUPS, Cut::UNITS] {
             for (entries, experts) in
                 [(1, 1), (8, 256), (40, 5), (1000, 7), (4096, 256), (16384, 256)]
             {
-                let most = most_blocks(entries, experts, adaptive);
-                for rest in [1, 15, 16, 17, 31] {
+                let most = most_blocks(entries, experts, cut);
+                for rest in [1, 15, 16, 17, 31, 127, 129] {
                     let mut ids = Vec::new();
                     for expert in 0..experts {
                         ids.extend(std::iter::repeat_n(expert, rest));
                     }
                     ids.truncate(entries as usize);
                     ids.resize(entries as usize, 0);
-                    let blocks = host_tables(&ids, experts, adaptive).blocks;
+                    let blocks = host_tables(&ids, experts, cut).blocks;
                     assert!(blocks[0] + blocks[1] <= most, "{entries} entries, {rest} an expert");
                 }
             }
         }
         // 2048 rows of the real model, and 640 blocks if each expert has its 64 rows and a few more.
-        assert_eq!(most_blocks(2048 * 8, 256, true), 760);
+        assert_eq!(most_blocks(2048 * 8, 256, Cut::SIMDGROUPS), 760);
     }
 
     #[test]

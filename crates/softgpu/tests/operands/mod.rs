@@ -42,6 +42,8 @@ pub const EXPERT_FILES: &[&str] = &[
     "route.metal",
     "moe.metal",
     "moe_decode.metal",
+    "gemm_mma.metal",
+    "gemm_wgmma.metal",
     "gemv_mma.metal",
     "moe_mma.metal",
 ];
