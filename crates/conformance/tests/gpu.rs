@@ -1,5 +1,6 @@
 //! Whole models on the shared GPU kernels: thread by thread on the host, or with LILY_GPU=cuda or LILY_GPU=metal on the GPU
-//! of this machine (in software where the build has `--cfg metal_soft`).
+//! of this machine (in software where the build has `--cfg metal_soft`), with LILY_GPU=units on the host with the kernels by matrix units
+//! that only CUDA devices have.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,6 +18,14 @@ use serde_json::Value;
 
 const SLOT: SlotId = SlotId(0);
 
+/// The host as a device with `mma.sync` and `wgmma`.
+fn units() -> Options {
+    let mut options = Options::default();
+    (options.profile.mma, options.profile.wgmma) = (true, true);
+    options.profile.threadgroup_memory = 48 << 10;
+    options
+}
+
 fn device(tuning: Tuning) -> GpuDevice {
     let open: Open = match std::env::var("LILY_GPU").as_deref() {
         Ok("cuda") => Box::new(|| {
@@ -27,7 +36,9 @@ fn device(tuning: Tuning) -> GpuDevice {
         Ok("metal") => Box::new(lily_metal::open),
         #[cfg(all(metal_soft, not(target_os = "macos")))]
         Ok("metal") => lily_conformance::metal::open(lily_softmetal::Caps::without_tensors()).1,
-        Ok(name) => panic!("LILY_GPU={name}; there are cuda and metal"),
+        // The kernels by matrix units that a CUDA device takes, on the host.
+        Ok("units") => Box::new(|| Ok(Box::new(SoftDriver::new(units())))),
+        Ok(name) => panic!("LILY_GPU={name}; there are cuda, metal and units"),
         Err(_) => Box::new(|| Ok(Box::new(SoftDriver::new(Options::default())))),
     };
     let profile = open().expect("the device opens").profile().clone();
