@@ -114,6 +114,7 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("tile_simdgroup.h"),
     kernel_file!("tile_mpp.h"),
     kernel_file!("tile_mma.h"),
+    kernel_file!("mma_slice.metal"),
     kernel_file!("gemv_mma.metal"),
     kernel_file!("tile_plain.h"),
     kernel_file!("gemm.metal"),
@@ -148,7 +149,8 @@ pub fn is_tile_kernel(kernel: &str) -> bool {
 }
 
 /// Kernel files that are empty without `mma.sync`.
-const MMA_FILES: [&str; 5] = [
+const MMA_FILES: [&str; 6] = [
+    "mma_slice.metal",
     "gemv_mma.metal",
     "moe_mma.metal",
     "attention_units.metal",
@@ -214,6 +216,7 @@ pub const EARLY: &[&str] = &[
     "conv_prep",
     "decode_experts",
     "decode_experts_mma",
+    "decode_experts_mma_deep",
     "decode_experts_out",
     "decode_experts_out_mma",
     "gemv_1x2",
@@ -222,7 +225,9 @@ pub const EARLY: &[&str] = &[
     "gemv_4x2",
     "gemv_8x2",
     "gemv_mma_1",
+    "gemv_mma_1_deep",
     "gemv_mma_8",
+    "gemv_mma_8_deep",
     "gemv_mma_8_wide",
     "rms_norm",
     "router_1024",
@@ -236,12 +241,15 @@ pub const EARLY: &[&str] = &[
 
 /// Kernels with more threadgroup memory than a text may declare (CUDA: 48 KB), and its bytes: a driver that has them sets it aside at
 /// each launch.
-pub const LARGE_MEMORY: [(&str, u32); 5] = [
+pub const LARGE_MEMORY: [(&str, u32); 8] = [
     ("decode_experts_mma", 46_032),
-    ("decode_experts_out_mma", 51_696),
+    ("decode_experts_mma_deep", 83_408),
+    ("decode_experts_out_mma", 52_272),
     ("gemv_mma_1", 46_032),
+    ("gemv_mma_1_deep", 83_408),
     ("gemv_mma_8", 75_456),
-    ("gemv_mma_8_wide", 109_760),
+    ("gemv_mma_8_deep", 82_112),
+    ("gemv_mma_8_wide", 41_152),
 ];
 
 /// Bytes of threadgroup memory that a launch of the kernel sets aside.
@@ -323,7 +331,10 @@ mod tests {
             "gemv_mma_1",
             "gemv_mma_8",
             "gemv_mma_8_wide",
+            "gemv_mma_1_deep",
+            "gemv_mma_8_deep",
             "decode_experts_mma",
+            "decode_experts_mma_deep",
             "decode_experts_out_mma",
             "attention_fixed_units",
             "delta_chunk_parts",
@@ -332,7 +343,7 @@ mod tests {
         assert_eq!(more(Platform::Host), mma);
         assert_eq!(
             (more(Platform::Cuda), kernels(Platform::Cuda).len()),
-            (mma.map(String::from).into(), names.len() + 7)
+            (mma.map(String::from).into(), names.len() + 10)
         );
         for name in
             ["fill_words", "gemm_q4_n64", "delta_scan_8", "flash_attention_16", "sample_pick"]

@@ -42,6 +42,7 @@ pub const EXPERT_FILES: &[&str] = &[
     "route.metal",
     "moe.metal",
     "moe_decode.metal",
+    "mma_slice.metal",
     "gemv_mma.metal",
     "moe_mma.metal",
 ];
