@@ -159,37 +159,28 @@ template <uint PACK> FN void merge_head(uint h, const TG float *part, const TG f
   }
 }
 
-// A simdgroup's first tiles of a split on their way to the cache.
-#define ATTENTION_SOON 2u
-FN void prefetch_split(const DEVICE bf16 *keys, const DEVICE bf16 *values, const DEVICE uint *pages, uint slot, uint kv_head, uint begin, uint end,
-    CONSTANT AttentionArgs &p, uint lane, uint simd)
+template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values,
+    const DEVICE uint *pages, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE float *partial,
+    CONSTANT AttentionArgs &p, TG float *part, TG float *ml, TG float *queries, uint3 group, uint lane, uint simd)
 {
-  for (uint i = 0; i < ATTENTION_SOON; i++) {
-    const uint soon = begin + (i * ATTENTION_SIMDS + simd) * ATTENTION_TILE + lane % ATTENTION_TILE;
-    if (soon >= end) continue;
+  const uint packs = (HEADS_PER_KV + PACK - 1) / PACK, kv_head = group.y / packs, first = group.y % packs * PACK;
+  const uint slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
+  const bool fixed = FIXED && len >= p.fixed_from;
+  const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu), begin = group.x * size;
+  if (begin >= len || (!FIXED && len >= p.fixed_from)) { // a split that the slot does not have, or a slot of attention_fixed_units
+    inputs_ready();
+    return; // the whole threadgroup, before any barrier
+  }
+  const uint end = begin + size < len ? begin + size : len;
+  // The first tokens' K and V are on their way while this token's are still made.
+  const uint soon = begin + simd * ATTENTION_TILE + lane % ATTENTION_TILE;
+  if (soon < end) {
     const ulong at = attention_row(pages, slot, p.max_pages, soon, p.kv_heads, kv_head);
     for (uint d = lane / ATTENTION_TILE * 16; d < HEAD_DIM; d += 64) {
       prefetch(keys + at + d);
       prefetch(values + at + d);
     }
   }
-}
-
-// A threadgroup takes the split of its number and every `groups` after it: the next one's K and V come while it works on one.
-template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVICE bf16 *q, const DEVICE bf16 *keys, const DEVICE bf16 *values,
-    const DEVICE uint *pages, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE float *partial,
-    CONSTANT AttentionArgs &p, TG float *part, TG float *ml, TG float *queries, uint3 group, uint groups, uint lane, uint simd)
-{
-  const uint packs = (HEADS_PER_KV + PACK - 1) / PACK, kv_head = group.y / packs, first = group.y % packs * PACK;
-  const uint slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
-  const bool fixed = FIXED && len >= p.fixed_from;
-  const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu);
-  if (group.x * size >= len || (!FIXED && len >= p.fixed_from)) { // a split that the slot does not have, or a slot of attention_fixed_units
-    inputs_ready();
-    return; // the whole threadgroup, before any barrier
-  }
-  // The first tokens' K and V are on their way while this token's are still made.
-  prefetch_split(keys, values, pages, slot, kv_head, group.x * size, min(group.x * size + size, len), p, lane, simd);
   inputs_ready();
   const DEVICE bf16 *own = q + (ulong(row) * p.heads + kv_head * HEADS_PER_KV + first) * HEAD_DIM;
   float mine[PACK][LANE_ELEMENTS];
@@ -201,52 +192,46 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
       for (uint e = 0; e < LANE_ELEMENTS; e++) queries[h * HEAD_DIM + lane * LANE_ELEMENTS + e] = mine[h][e];
     tg_barrier();
   }
-#pragma unroll 1
-  for (uint begin = group.x * size; begin < len; begin += groups * size) {
-    const uint end = min(begin + size, len), next = begin + groups * size;
-    if (next < len) prefetch_split(keys, values, pages, slot, kv_head, next, min(next + size, len), p, lane, simd);
-    DecodeSums<PACK> s;
-    s.m = ATTENTION_LEAST;
-    s.l = 0.0f;
-    for (uint h = 0; h < PACK; h++)
-      for (uint e = 0; e < LANE_ELEMENTS; e++) s.o[h][e] = 0.0f;
-    // A split of a page is looked up once.
-    const ulong whole = fixed ? attention_row(pages, slot, p.max_pages, begin, p.kv_heads, kv_head) : 0;
-    for (uint t0 = begin + simd * ATTENTION_TILE; t0 < end; t0 += ATTENTION_SIMDS * ATTENTION_TILE) {
-      const ulong at = fixed ? whole + (t0 - begin) * HEAD_DIM : attention_row(pages, slot, p.max_pages, t0, p.kv_heads, kv_head);
-      const uint n = end - t0 < ATTENTION_TILE ? end - t0 : ATTENTION_TILE;
-      uint k[ATTENTION_TILE][LANE_WORDS], v[ATTENTION_TILE][LANE_WORDS];
-      for (uint t = 0; t < ATTENTION_TILE; t++) {
-        for (uint i = 0; i < LANE_WORDS; i++) k[t][i] = v[t][i] = 0;
-        if (t < n) { // beyond the last token lies what nobody wrote
-          if (TOGETHER) read_together(k[t], keys + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
-          if (TOGETHER) read_together(v[t], values + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
-          else read_apart(v[t], values + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
+  DecodeSums<PACK> s;
+  s.m = ATTENTION_LEAST;
+  s.l = 0.0f;
+  for (uint h = 0; h < PACK; h++)
+    for (uint e = 0; e < LANE_ELEMENTS; e++) s.o[h][e] = 0.0f;
+  // A split of a page is looked up once.
+  const ulong whole = fixed ? attention_row(pages, slot, p.max_pages, begin, p.kv_heads, kv_head) : 0;
+  for (uint t0 = begin + simd * ATTENTION_TILE; t0 < end; t0 += ATTENTION_SIMDS * ATTENTION_TILE) {
+    const ulong at = fixed ? whole + (t0 - begin) * HEAD_DIM : attention_row(pages, slot, p.max_pages, t0, p.kv_heads, kv_head);
+    const uint n = end - t0 < ATTENTION_TILE ? end - t0 : ATTENTION_TILE;
+    uint k[ATTENTION_TILE][LANE_WORDS], v[ATTENTION_TILE][LANE_WORDS];
+    for (uint t = 0; t < ATTENTION_TILE; t++) {
+      for (uint i = 0; i < LANE_WORDS; i++) k[t][i] = v[t][i] = 0;
+      if (t < n) { // beyond the last token lies what nobody wrote
+        if (TOGETHER) read_together(k[t], keys + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
+        if (TOGETHER) read_together(v[t], values + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
+        else read_apart(v[t], values + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
+      }
+    }
+    float score;
+    if (TOGETHER) {
+      float dots[PACK][ATTENTION_TILE];
+      for (uint h = 0; h < PACK; h++)
+        for (uint t = 0; t < ATTENTION_TILE; t++) {
+          float acc = 0.0f;
+          for (uint e = 0; e < LANE_ELEMENTS; e++) acc = fma(mine[h][e], word_element(k[t], e), acc);
+          dots[h][t] = acc;
         }
-      }
-      float score;
-      if (TOGETHER) {
-        float dots[PACK][ATTENTION_TILE];
-        for (uint h = 0; h < PACK; h++)
-          for (uint t = 0; t < ATTENTION_TILE; t++) {
-            float acc = 0.0f;
-            for (uint e = 0; e < LANE_ELEMENTS; e++) acc = fma(mine[h][e], word_element(k[t], e), acc);
-            dots[h][t] = acc;
-          }
-        score = simd_sums<PACK * ATTENTION_TILE>(&dots[0][0], lane);
-      } else {
-        const uint value = lane / (32 / (PACK * ATTENTION_TILE)), t = value % ATTENTION_TILE;
-        score = t < n ? dot32(queries + value / ATTENTION_TILE * HEAD_DIM, keys + at + t * HEAD_DIM) : 0.0f;
-      }
-      take_tile<PACK>(s, score, v, n, lane);
+      score = simd_sums<PACK * ATTENTION_TILE>(&dots[0][0], lane);
+    } else {
+      const uint value = lane / (32 / (PACK * ATTENTION_TILE)), t = value % ATTENTION_TILE;
+      score = t < n ? dot32(queries + value / ATTENTION_TILE * HEAD_DIM, keys + at + t * HEAD_DIM) : 0.0f;
     }
-    leave_sums<PACK>(s, part + simd * PACK * HEAD_DIM, ml + simd * PACK * 2, lane);
-    tg_barrier();
-    for (uint h = simd; h < PACK && first + h < HEADS_PER_KV; h += ATTENTION_SIMDS) {
-      const ulong at = (ulong(group.z) * p.heads + kv_head * HEADS_PER_KV + first + h) * p.splits + begin / size;
-      merge_head<PACK>(h, part, ml, partial + at * HEAD_DIM, partial + p.sums_at + at * 2, lane);
-    }
-    if (next < len) tg_barrier(); // the sums have been read
+    take_tile<PACK>(s, score, v, n, lane);
+  }
+  leave_sums<PACK>(s, part + simd * PACK * HEAD_DIM, ml + simd * PACK * 2, lane);
+  tg_barrier();
+  for (uint h = simd; h < PACK && first + h < HEADS_PER_KV; h += ATTENTION_SIMDS) {
+    const ulong at = (ulong(group.z) * p.heads + kv_head * HEADS_PER_KV + first + h) * p.splits + group.x;
+    merge_head<PACK>(h, part, ml, partial + at * HEAD_DIM, partial + p.sums_at + at * 2, lane);
   }
 }
 
@@ -257,7 +242,7 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
     SHARED(float, part, ATTENTION_SIMDS * PACK * HEAD_DIM); \
     SHARED(float, ml, ATTENTION_SIMDS * PACK * 2); \
     SHARED(float, queries, TOGETHER ? 4 : PACK * HEAD_DIM); \
-    decode_split<PACK, TOGETHER, FIXED>(q, keys, values, pages, headers, segments, partial, p, part, ml, queries, k_group, k_groups.x, k_lane, k_simd); \
+    decode_split<PACK, TOGETHER, FIXED>(q, keys, values, pages, headers, segments, partial, p, part, ml, queries, k_group, k_lane, k_simd); \
   }
 ATTENTION_DECODE(attention_split, ATTENTION_PACK, true, false)
 ATTENTION_DECODE(attention_split_unpacked, 1u, true, false)

@@ -183,7 +183,7 @@ FN float sum_parts(const TG float *parts, uint split, uint step)
 }
 
 // STAGED: x by way of threadgroup memory, which all simdgroups fill; or each loads its own slices, where few would want the same. DEEP, for many
-// blocks of one slice a simdgroup: it has room for two, and the next block's is on its way from the moment that this one's is there.
+// blocks of one slice a simdgroup, staged: it has room for two, and the next block's is on its way from the moment that this one's is there.
 template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(const THREAD MmaLaunch &at, CONSTANT GemvArgs &p, TG uint *memory)
 {
   constexpr uint C = slice_groups<F>();
@@ -226,7 +226,6 @@ template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(cons
     float y[4];
     direct.again = k == 0 || (tile.groups + C - 1) / C > split;
     if (DEEP) {
-      if (!STAGED && direct.again) load_input<F, C>(at.x, p.rows, p.cols, first, direct.in, at.lane);
       copy_wait();
       simd_fence();
       tile.row += block;
@@ -235,8 +234,7 @@ template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(cons
         load_affine<C>(tile, first, soon, at.lane);
       }
       y[0] = y[1] = y[2] = y[3] = 0.0f;
-      if (has && STAGED) multiply_slice<F, C, ONE>(slice, affine, next_input<F, C>(staged, first, at.lane), tile.groups - first * C, at.lane, y);
-      else if (has) multiply_slice<F, C, ONE>(slice, affine, direct.in, tile.groups - first * C, at.lane, y);
+      if (has) multiply_slice<F, C, ONE>(slice, affine, next_input<F, C>(staged, first, at.lane), tile.groups - first * C, at.lane, y);
 #pragma unroll
       for (uint i = 0; i < 4; i++) y[i] *= CODE_PAIR_BACK;
       TG uint *const read = slice;
@@ -269,7 +267,7 @@ template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(cons
 }
 
 // Bound as gemv.metal's kernels are. ROWS of x at most, COLS columns in threadgroup memory. A core's registers
-// are enough for THREADS: three threadgroups, of the deep ones two, of the wide one, which is one wave where it is wanted, one.
+// are enough for THREADS: three threadgroups, of the deep one two, of the wide one, which is one wave where it is wanted, one.
 #define GEMV_MMA(name, THREADS, ROWS, COLS, DEEP)                                                                      \
   KERNEL(name, THREADS, IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2), \
          OUT(6, uint, out3), OUT(7, uint, out4), OUT(8, uint, out5), IN(9, float, residual), OUT(10, uint, normed),         \
@@ -290,5 +288,4 @@ GEMV_MMA(gemv_mma_1, 768, 1, 4096, false)
 GEMV_MMA(gemv_mma_8, 768, 8, 2048, false)
 GEMV_MMA(gemv_mma_8_wide, 384, 8, 0, false)
 GEMV_MMA(gemv_mma_1_deep, 512, 1, 4096, true)
-GEMV_MMA(gemv_mma_8_deep, 512, 8, 0, true)
 #endif

@@ -227,7 +227,6 @@ pub const EARLY: &[&str] = &[
     "gemv_mma_1",
     "gemv_mma_1_deep",
     "gemv_mma_8",
-    "gemv_mma_8_deep",
     "gemv_mma_8_wide",
     "rms_norm",
     "router_1024",
@@ -241,14 +240,13 @@ pub const EARLY: &[&str] = &[
 
 /// Kernels with more threadgroup memory than a text may declare (CUDA: 48 KB), and its bytes: a driver that has them sets it aside at
 /// each launch.
-pub const LARGE_MEMORY: [(&str, u32); 8] = [
+pub const LARGE_MEMORY: [(&str, u32); 7] = [
     ("decode_experts_mma", 46_032),
     ("decode_experts_mma_deep", 83_408),
     ("decode_experts_out_mma", 52_272),
     ("gemv_mma_1", 46_032),
     ("gemv_mma_1_deep", 83_408),
     ("gemv_mma_8", 75_456),
-    ("gemv_mma_8_deep", 82_112),
     ("gemv_mma_8_wide", 41_152),
 ];
 
@@ -332,7 +330,6 @@ mod tests {
             "gemv_mma_8",
             "gemv_mma_8_wide",
             "gemv_mma_1_deep",
-            "gemv_mma_8_deep",
             "decode_experts_mma",
             "decode_experts_mma_deep",
             "decode_experts_out_mma",
@@ -343,7 +340,7 @@ mod tests {
         assert_eq!(more(Platform::Host), mma);
         assert_eq!(
             (more(Platform::Cuda), kernels(Platform::Cuda).len()),
-            (mma.map(String::from).into(), names.len() + 10)
+            (mma.map(String::from).into(), names.len() + 9)
         );
         for name in
             ["fill_words", "gemm_q4_n64", "delta_scan_8", "flash_attention_16", "sample_pick"]

@@ -374,8 +374,6 @@ fn small_decode_in_every_form() {
     for off in [&[][..], &["pack_heads"], &["coalesced_kv"], &["pack_heads", "coalesced_kv"]] {
         base.without(off).check();
     }
-    // A threadgroup that takes several splits.
-    Scene { cores: 1, ..scene(4, 1, 64, &ones(&[70, 100])) }.check();
 }
 
 #[test]

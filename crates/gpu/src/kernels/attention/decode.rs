@@ -22,8 +22,6 @@ const COMBINE_PARTS: u32 = 4;
 /// Threadgroups for each core that one slot's splits should make. Two hide each other's memory latency; more only make
 /// more partial sums: 1,032 bytes for a head and split against 65,536 of K and V.
 const GROUPS_A_CORE: u32 = 2;
-/// Threadgroups of the split kernels that a core of an H200 holds at once: their registers decide.
-const RESIDENT: u32 = 3;
 
 /// How a decode step's attention is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,13 +77,6 @@ impl DecodePolicy {
     /// How often each byte of K and V is read.
     pub fn cache_reads(&self, shape: &Shape) -> u32 {
         shape.heads_per_kv.div_ceil(self.pack)
-    }
-
-    /// Threadgroups for `splits` splits of each of `columns` packs of heads in each segment: one wave. Those that stay have the next split's
-    /// K and V on their way (H200, 8 slots of 4K: a split of 64 tokens was four loads one after another, 38 us a layer).
-    pub fn groups(profile: &Profile, splits: u32, columns: u32, segments: u32) -> u32 {
-        let all = splits * columns * segments;
-        splits.div_ceil(all.div_ceil(profile.cores * RESIDENT).max(1))
     }
 
     /// Whether the step may hold a slot whose splits are pages.
@@ -170,14 +161,12 @@ pub fn attention_decode_from(
     let traffic = attend.row_bytes(c) + cache + partial;
     if fixed && policy.units {
         // Each for its own slots; the bytes of both are told with the second.
-        let groups = DecodePolicy::groups(c.profile, policy.most_splits, columns, segments);
-        let general = [groups, columns, segments];
+        let general = [policy.most_splits, columns, segments];
         r.dispatch(kernel, general, 32 * SIMDS, bindings.clone(), &args, 0);
         let pages = [policy.splits, args.kv_heads, segments];
         r.dispatch("attention_fixed_units", pages, 32 * SIMDS, bindings, &args, traffic);
     } else {
-        let groups = DecodePolicy::groups(c.profile, policy.splits, columns, segments);
-        let grid = [groups, columns, segments];
+        let grid = [policy.splits, columns, segments];
         r.dispatch(kernel, grid, 32 * SIMDS, bindings, &args, traffic);
     }
 
@@ -250,16 +239,6 @@ mod tests {
             let p = policy(device, kv_heads, context, &tuning);
             assert_eq!((p.most_splits, p.splits), (most_splits, splits), "{device} {context}");
         }
-    }
-
-    #[test]
-    fn threadgroups_of_several_slots_stay() {
-        let groups = |device, splits, columns, segments| {
-            DecodePolicy::groups(&Profile::named(device).unwrap(), splits, columns, segments)
-        };
-        // 396 threadgroups are a wave of an H200: 8 slots of 4K have 2,048 splits.
-        assert_eq!([1, 2, 4, 8].map(|slots| groups("h200", 64, 4, slots)), [64, 32, 22, 11]);
-        assert_eq!((groups("h200", 1, 4, 8), groups("m5", 10, 2, 4)), (1, 4));
     }
 
     #[test]
