@@ -6,7 +6,8 @@
 //! ended. --summary: the step alone.
 //!
 //! All launches of one kernel for one operation, of all layers one after another, as a CUDA graph: each layer's weights are
-//! others, so that none comes from the cache. The whole step beside them. Weights are zero: times do not depend on them.
+//! others, so that none comes from the cache. The whole step beside them. Weights are zero, for times do not depend on them, but those by which
+//! each row chooses experts of its own: embeddings, routers, and the norms before these.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use lily_bench::synth::Shape as ModelShape;
 use lily_cuda::{CudaDriver, Options};
 use lily_device::Limits;
+use lily_gpu::DeviceWeight;
 use lily_gpu::kernels::common::{SegmentEntry, SlotHeader};
 use lily_gpu::kernels::sample::SamplerEntry;
 use lily_gpu::program::{Head, Kind, Recording};
@@ -23,6 +25,7 @@ use lily_gpu::{
 };
 use lily_model::{Precision, plan_of_config};
 use lily_ops::sample::SampleParams;
+use lily_ops::{Op, Plan, ValueId};
 
 const ROUNDS: usize = 20;
 
@@ -39,6 +42,59 @@ fn time(driver: &mut CudaDriver, list: CommandList, place: &dyn Fn(&mut CudaDriv
         .collect();
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
+}
+
+/// Tokens whose embeddings are numbers.
+const TOKENS: u32 = 16;
+
+/// Gives some rows of a quantized weight numbers around zero.
+fn fill(driver: &mut CudaDriver, weight: &DeviceWeight, rows: u32) {
+    let m = weight.matrix;
+    let (row, middle) = if m.format == 0 { (m.cols / 2, 7.5) } else { (m.cols, 127.5) };
+    let mut seed = m.codes;
+    let codes: Vec<u8> = (0..rows * row)
+        .map(|_| {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (seed >> 24) as u8
+        })
+        .collect();
+    let bf16 = |x: f32| vec![(x.to_bits() >> 16) as u16; (rows * m.cols / 64) as usize];
+    let (scales, biases) = (bf16(1.0 / middle), bf16(-1.0));
+    let parts = [
+        (m.codes, &codes[..]),
+        (m.scales, bytemuck::cast_slice(&scales)),
+        (m.biases, bytemuck::cast_slice(&biases)),
+    ];
+    for (unit, bytes) in parts {
+        driver.write(weight.slab.buffer, u64::from(unit) * 16, bytes).expect("weights");
+    }
+}
+
+/// Lets the rows choose experts of their own.
+fn spread_experts(driver: &mut CudaDriver, plan: &Plan, weights: &[DeviceWeight]) {
+    let made_by = |value: ValueId| {
+        plan.nodes().find_map(|n| match &n.op {
+            Op::Linear(op) if op.out == value => Some((op.weight, op.x)),
+            Op::RmsNorm(op) if op.out == value => Some((op.weight, op.x)),
+            _ => None,
+        })
+    };
+    for node in plan.nodes() {
+        match &node.op {
+            Op::Embed(op) => fill(driver, &weights[op.table.0 as usize], TOKENS),
+            Op::Router(op) => {
+                let (router, x) = made_by(op.logits).expect("a router's projection");
+                let (norm, _) = made_by(x).expect("a norm before the router");
+                let router = &weights[router.0 as usize];
+                fill(driver, router, router.matrix.rows);
+                let norm = &weights[norm.0 as usize];
+                let ones = vec![1f32; norm.matrix.cols as usize];
+                let at = u64::from(norm.matrix.codes) * 16;
+                driver.write(norm.slab.buffer, at, bytemuck::cast_slice(&ones)).expect("weights");
+            }
+            _ => {}
+        }
+    }
 }
 
 fn main() {
@@ -67,6 +123,7 @@ fn main() {
         .collect();
     let weights = layout.weights(&plan, &slabs);
     let shape = Shape::of(&plan);
+    spread_experts(&mut driver, &plan, &weights);
     // A kernel alone finds what it reads where the whole step left it.
     tuning.reuse_buffers = false;
     let recording = Recording::new(Arc::new(plan), weights, shape, tuning, profile.clone());
@@ -92,6 +149,9 @@ fn main() {
     let tables = &memory.tables[0];
     let at = tables.segments;
     driver.write(at.buffer, at.offset, bytemuck::cast_slice(&entries)).expect("segments");
+    let tokens: Vec<u32> = (0..rows).map(|row| row % TOKENS).collect();
+    let at = tables.tokens;
+    driver.write(at.buffer, at.offset, bytemuck::cast_slice(&tokens)).expect("tokens");
     let entries: Vec<SamplerEntry> =
         (0..slots).map(|row| SamplerEntry::new(&SampleParams::GREEDY, row, true, None)).collect();
     let extra = memory.extra[0];

@@ -263,36 +263,50 @@ ATTENTION_DECODE(attention_fixed_unpacked_strided, 1u, false, true)
 #endif
 #define COMBINE_ELEMENTS (LANE_ELEMENTS / COMBINE_PARTS)
 #define COMBINE_DIM (HEAD_DIM / COMBINE_PARTS)
-FN void combine_splits(const DEVICE float *partial, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, CONSTANT AttentionArgs &p,
-    TG float *part, TG float *ls, uint3 group, uint lane, uint simd)
+// Splits of a simdgroup under way at once.
+#define COMBINE_AHEAD 8u
+struct CombineSums { float x[COMBINE_AHEAD][COMBINE_ELEMENTS], m[COMBINE_AHEAD], l[COMBINE_AHEAD]; };
+
+// The simdgroup's splits from `split` on.
+FN void load_splits(const DEVICE float *partial, const DEVICE float *ml, uint split, uint splits, uint first, THREAD CombineSums &to, uint lane)
+{
+#pragma unroll
+  for (uint i = 0; i < COMBINE_AHEAD; i++) {
+    const uint at = min(split + i * COMBINE_SIMDS, splits - 1);
+    to.m[i] = ml[at * 2];
+    to.l[i] = ml[at * 2 + 1];
+    for (uint e = 0; e < COMBINE_ELEMENTS; e++) to.x[i][e] = partial[ulong(at) * HEAD_DIM + (first + e) * 32 + lane];
+  }
+}
+
+// Splits of the segment's slot: of what the step before left.
+FN uint combine_count(const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segment, CONSTANT AttentionArgs &p)
+{
+  const uint len = headers[segment->slot].position + 1, size = split_tokens(len, p.most_splits, p.fixed_from);
+  return (len + size - 1) / size;
+}
+
+FN void combine_splits(const DEVICE float *partial, uint splits, CONSTANT AttentionArgs &p, TG float *part, TG float *ls, uint3 group, uint lane, uint simd)
 {
   const uint first = group.x % COMBINE_PARTS * COMBINE_ELEMENTS;
-  inputs_ready();
-  const uint len = headers[segments[group.y].slot].position + 1;
-  const uint size = split_tokens(len, p.most_splits, p.fixed_from), splits = (len + size - 1) / size;
   const ulong at = (ulong(group.y) * p.heads + group.x / COMBINE_PARTS) * p.splits;
-  const DEVICE float *ml = partial + p.sums_at + at * 2;
+  const DEVICE float *ml = partial + p.sums_at + at * 2, *outputs = partial + at * HEAD_DIM;
+  CombineSums sums;
+  load_splits(outputs, ml, simd, splits, first, sums, lane);
   float most = ATTENTION_LEAST, l = 0.0f, o[COMBINE_ELEMENTS];
   for (uint s = lane; s < splits; s += 32) most = fmax(most, ml[s * 2]);
   most = simd_max(most);
   for (uint e = 0; e < COMBINE_ELEMENTS; e++) o[e] = 0.0f;
-  // Four splits at a time, so that their loads overlap.
-  for (uint s = simd; s < splits; s += COMBINE_SIMDS * 4) {
-    float x[4][COMBINE_ELEMENTS], m[4], sum[4];
+#pragma unroll 1
+  for (uint s = simd; s < splits; s += COMBINE_SIMDS * COMBINE_AHEAD) {
 #pragma unroll
-    for (uint i = 0; i < 4; i++) {
-      const uint at_split = min(s + i * COMBINE_SIMDS, splits - 1);
-      m[i] = ml[at_split * 2];
-      sum[i] = ml[at_split * 2 + 1];
-      for (uint e = 0; e < COMBINE_ELEMENTS; e++) x[i][e] = partial[(at + at_split) * HEAD_DIM + (first + e) * 32 + lane];
-    }
-#pragma unroll
-    for (uint i = 0; i < 4; i++) {
+    for (uint i = 0; i < COMBINE_AHEAD; i++) {
       if (s + i * COMBINE_SIMDS >= splits) continue;
-      const float weight = exp2(m[i] - most);
-      l = fma(weight, sum[i], l);
-      for (uint e = 0; e < COMBINE_ELEMENTS; e++) o[e] = fma(weight, x[i][e], o[e]);
+      const float weight = exp2(sums.m[i] - most);
+      l = fma(weight, sums.l[i], l);
+      for (uint e = 0; e < COMBINE_ELEMENTS; e++) o[e] = fma(weight, sums.x[i][e], o[e]);
     }
+    if (s + COMBINE_SIMDS * COMBINE_AHEAD < splits) load_splits(outputs, ml, s + COMBINE_SIMDS * COMBINE_AHEAD, splits, first, sums, lane);
   }
   for (uint e = 0; e < COMBINE_ELEMENTS; e++) part[simd * COMBINE_DIM + e * 32 + lane] = o[e];
   if (lane == 0) ls[simd] = l;
@@ -317,8 +331,10 @@ KERNEL(attention_combine, 256, IN(0, float, partial), IN(1, SlotHeader, headers)
 {
   SHARED(float, part, COMBINE_SIMDS * COMBINE_DIM);
   SHARED(float, ls, COMBINE_SIMDS);
-  combine_splits(partial, headers, segments, p, part, ls, k_group, k_lane, k_simd);
+  const uint splits = combine_count(headers, segments + k_group.y, p);
   const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x / COMBINE_PARTS;
+  inputs_ready();
+  combine_splits(partial, splits, p, part, ls, k_group, k_lane, k_simd);
   for (uint i = k_thread.x; i < COMBINE_DIM; i += 32 * COMBINE_SIMDS)
     out[head * HEAD_DIM + combined_at(k_group.x, i)] = to_bf16(combined(part, ls, i));
 }
@@ -329,11 +345,16 @@ KERNEL(attention_combine_gated, 256, IN(0, float, partial), IN(1, SlotHeader, he
 {
   SHARED(float, part, COMBINE_SIMDS * COMBINE_DIM);
   SHARED(float, ls, COMBINE_SIMDS);
-  combine_splits(partial, headers, segments, p, part, ls, k_group, k_lane, k_simd);
+  const uint splits = combine_count(headers, segments + k_group.y, p);
   const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x / COMBINE_PARTS;
+  const DEVICE bf16 *gates = qg + (head * 2 + 1) * HEAD_DIM;
+  inputs_ready();
+  // A thread's first gate comes beside the sums.
+  const float soon = k_thread.x < COMBINE_DIM ? f32(gates[combined_at(k_group.x, k_thread.x)]) : 0.0f;
+  combine_splits(partial, splits, p, part, ls, k_group, k_lane, k_simd);
   for (uint i = k_thread.x; i < COMBINE_DIM; i += 32 * COMBINE_SIMDS) {
     const uint d = combined_at(k_group.x, i);
-    const float gate = sigmoid(f32(qg[(head * 2 + 1) * HEAD_DIM + d]));
+    const float gate = sigmoid(i == k_thread.x ? soon : f32(gates[d]));
     out[head * HEAD_DIM + d] = to_bf16(combined(part, ls, i) * gate);
   }
 }

@@ -1,169 +1,13 @@
 #if defined(K_CUDA) || defined(K_CPU)
-// y = W x for 1 to 8 rows of x by mma.sync m16n8k16: 16 rows of W, a tile, against the 8 columns that are the rows of x, so that eight
-// rows cost what one costs. A simdgroup has a tile and of its columns a slice of 256 bytes a row, which it copies to threadgroup memory
-// before the inputs are there (cp.async); `split` simdgroups share a tile. Codes are no numbers first: below 256 the bits of a bf16, taken
-// as they lie, are that many times its smallest step, so a mask makes an operand of two codes, and what stands 16 times too high meets an x
-// that is 16 times smaller. Each group of 64 columns is summed on its own and then scaled; the groups' biases are a product of their own,
-// with the sums of x in three parts of bf16. The order of a sum depends on the matrix alone: biases, then groups ascending in a simdgroup,
-// then simdgroups ascending.
-// Lane l has rows l / 4 and l / 4 + 8 of the tile and 16 elements of a group, those from 16 (l % 4) on; of x row l / 4.
-// Bytes: the matrices once, codes and scales; x once a threadgroup, out of a cache. Instructions for a group of a tile, 32 weights a lane:
-// about 35.
-
-#define MMA_SIMDS 8u
-#define MMA_THREADS (MMA_SIMDS * 32)
-#define MMA_ROW 72u               // words of a slice's row: the pad puts neighbouring rows where 4-bit codes do not meet in a bank
-#define MMA_SLICE (16 * MMA_ROW)
-
-// Groups of a slice, and words of a group.
-template <uint F> FN constexpr uint slice_groups() { return F == Q4 ? 8 : F == Q8 ? 4 : 2; }
-template <uint F> FN constexpr uint group_words() { return F == Q4 ? 8 : F == Q8 ? 16 : 32; }
+// y = W x for 1 to 8 rows of x by the products of mma_slice.metal.
 
 // Words of a row of x in threadgroup memory and of its groups' sums, three parts of them: whole slices of all simdgroups, and a pad of 16 bytes.
 FN constexpr uint x_words(uint cols) { return (cols + 2047) / 2048 * 1024 + 4; }
 FN constexpr uint x_sums(uint cols) { return (cols + 2047) / 2048 * 16 * 3; }
 FN constexpr uint mma_words(uint rows, uint cols) { return MMA_SIMDS * MMA_SLICE + rows * (x_words(cols) + x_sums(cols)) + MMA_SIMDS * 16 * rows + 16; }
 
-// A simdgroup's tile of one matrix.
-struct MmaTile {
-  Rows w;
-  uint row, rows, groups; // the first row, all rows of the matrix, groups of a row
-};
-
-// What a lane knows of C groups of its two rows: scales, two in a word, and biases as an operand.
-template <uint C> struct MmaAffine {
-  uint scales[2][C / 2], biases[2];
-};
-
-// Two neighbours of `n`, zero behind the last one.
-FN uint bf16_pair(const DEVICE bf16 *p, uint i, uint n)
-{
-  if (n % 2 == 0) return i < n ? *(const DEVICE uint *)(p + i) : 0u;
-  return (i < n ? as_u(f32(p[i])) >> 16 : 0u) | (i + 1 < n ? as_u(f32(p[i + 1])) & 0xffff0000u : 0u);
-}
-
-// A slice of the tile on its way to threadgroup memory; zeros behind a row's end.
-template <uint F> FN void copy_slice(const THREAD MmaTile &t, uint slice, TG uint *to, uint lane)
-{
-  const uint width = t.groups * group_words<F>(), at = slice * 64 + lane % 16 * 4;
-#pragma unroll
-  for (uint r = lane / 16; r < 16; r += 2)
-    copy_async(to + r * MMA_ROW + lane % 16 * 4, t.w.codes + ulong(min(t.row + r, t.rows - 1)) * width + (at < width ? at : 0), at < width);
-}
-
-template <uint C> FN void load_affine(const THREAD MmaTile &t, uint slice, THREAD MmaAffine<C> &to, uint lane)
-{
-#pragma unroll
-  for (uint h = 0; h < 2; h++) {
-    const ulong row = ulong(min(t.row + lane / 4 + h * 8, t.rows - 1)) * t.groups;
-    const DEVICE bf16 *s = t.w.scales + row, *b = t.w.biases + row;
-    const uint first = slice * C;
-    if (C == 8 && t.groups % 8 == 0) {
-      const uint4 v = load4((const DEVICE uint *)(s + first));
-      to.scales[h][0] = v.x;
-      to.scales[h][1] = v.y;
-      to.scales[h][C / 2 - 2] = v.z;
-      to.scales[h][C / 2 - 1] = v.w;
-    } else {
-#pragma unroll
-      for (uint i = 0; i < C; i += 2) to.scales[h][i / 2] = bf16_pair(s, first + i, t.groups);
-    }
-    to.biases[h] = lane % 4 * 2 < C ? bf16_pair(b, first + lane % 4 * 2, t.groups) : 0u;
-  }
-}
-
-// Pair i of a lane's 16 elements of a group.
-template <uint F> FN uint weight_pair(const THREAD uint *w, uint i)
-{
-  if (F == Q4) return code_pair(w[i / 4] >> (i % 4 / 2 * 8) & (i % 2 == 0 ? 0x000f000fu : 0x00f000f0u));
-  if (F == Q8) return code_pair(w[i / 2] >> (i % 2 * 8) & 0x00ff00ffu);
-  return w[i];
-}
-
-// Adds a slice's products to y: rows l / 4 and + 8, columns 2 (l % 4) and the next; of quantized weights CODE_PAIR_DOWN of them. x: the
-// lane's row from the slice's first column on; sums: of its groups, the parts `parts` words apart. ONE: all columns are the same. Of 4-bit
-// codes two groups at a time, so that a product need not wait for the one before it.
-template <uint F, uint C, bool ONE>
-FN void multiply_slice(const TG uint *slice, const THREAD MmaAffine<C> &affine, const TG uint *x, const TG uint *sums, uint parts, uint groups, uint lane, THREAD float (&y)[4])
-{
-  constexpr uint W = group_words<F>() / 4, B = F == Q4 ? 2 : 1;
-  if (F != BF16) {
-    const uint a[4] = {affine.biases[0], affine.biases[1], 0, 0};
-#pragma unroll
-    for (uint p = 0; p < 3; p++) mma16(y, a, lane % 4 * 2 < C ? sums[p * parts + lane % 4] : 0u, 0u);
-  }
-  const TG uint *top = slice + lane / 4 * MMA_ROW + lane % 4 * W, *below = top + 8 * MMA_ROW;
-#pragma unroll
-  for (uint first = 0; first < C; first += B) {
-    if (first / 4 * 4 >= groups) continue;
-    uint a[B][W], b[B][W], xs[B][8];
-    float d[B][4];
-#pragma unroll
-    for (uint c = 0; c < B; c++) {
-      const uint group = first + c;
-      if (F == Q4) {
-        const uint2 u = load2(top + group * group_words<F>()), v = load2(below + group * group_words<F>());
-        a[c][0] = u.x; a[c][1] = u.y;
-        b[c][0] = v.x; b[c][1] = v.y;
-      } else {
-#pragma unroll
-        for (uint i = 0; i < W; i += 4) {
-          const uint4 u = load4(top + group * group_words<F>() + i), v = load4(below + group * group_words<F>() + i);
-          a[c][i] = u.x; a[c][i + 1] = u.y; a[c][i + 2] = u.z; a[c][i + 3] = u.w;
-          b[c][i] = v.x; b[c][i + 1] = v.y; b[c][i + 2] = v.z; b[c][i + 3] = v.w;
-        }
-      }
-      const uint4 u = load4(x + group * 32 + lane % 4 * 8), v = load4(x + group * 32 + lane % 4 * 8 + 4);
-      xs[c][0] = u.x; xs[c][1] = u.y; xs[c][2] = u.z; xs[c][3] = u.w;
-      xs[c][4] = v.x; xs[c][5] = v.y; xs[c][6] = v.z; xs[c][7] = v.w;
-      d[c][0] = d[c][1] = d[c][2] = d[c][3] = 0.0f;
-    }
-#pragma unroll
-    for (uint j = 0; j < 4; j++)
-#pragma unroll
-      for (uint c = 0; c < B; c++) {
-        const uint q[4] = {weight_pair<F>(a[c], 2 * j), weight_pair<F>(b[c], 2 * j), weight_pair<F>(a[c], 2 * j + 1), weight_pair<F>(b[c], 2 * j + 1)};
-        if (F == BF16) mma16(y, q, xs[c][2 * j], xs[c][2 * j + 1]);
-        else mma16(d[c], q, xs[c][2 * j], xs[c][2 * j + 1]);
-      }
-    if (F == BF16) continue;
-#pragma unroll
-    for (uint c = 0; c < B; c++)
-#pragma unroll
-      for (uint h = 0; h < 2; h++) {
-        const uint both = affine.scales[h][(first + c) / 2];
-        const float s = (first + c) % 2 == 0 ? bf16_low(both) : bf16_high(both);
-        y[2 * h] = fma(s, d[c][2 * h], y[2 * h]);
-        if (!ONE) y[2 * h + 1] = fma(s, d[c][2 * h + 1], y[2 * h + 1]);
-      }
-  }
-}
-
-// Eight elements of a row of x, as pairs that meet the codes' and as large as these want them; the lane answers for piece `u` of the row.
-// Eight lanes with a group's pieces keep its sum. All lanes of the simdgroup come here.
-template <uint F> FN void stage_piece(uint4 q, uint u, TG uint *x, TG bf16 *sums, uint parts)
-{
-  if (F == BF16) {
-    store4(x + u * 4, q.x, q.y, q.z, q.w);
-    return;
-  }
-  float sum = ((bf16_low(q.x) + bf16_high(q.x)) + (bf16_low(q.y) + bf16_high(q.y))) + ((bf16_low(q.z) + bf16_high(q.z)) + (bf16_low(q.w) + bf16_high(q.w)));
-#pragma unroll
-  for (uint d = 1; d < 8; d *= 2) sum += simd_shuffle_xor(sum, d);
-  if (u % 8 == 0) {
-    sum *= CODE_PAIR_DOWN;
-#pragma unroll
-    for (uint p = 0; p < 3; p++) {
-      const bf16 part = to_bf16(sum);
-      sums[p * parts * 2 + u / 8] = part;
-      sum -= f32(part);
-    }
-  }
-  // Of 4-bit codes a word's pairs are 0 and 4, 1 and 5, …, of 8-bit codes 0 and 2, 1 and 3; the second and fourth stand 16 times too high.
-  const uint a = F == Q4 ? q.z : q.y, b = F == Q4 ? q.y : q.z;
-  store4(x + u * 4, scale_pair((q.x & 0xffffu) | a << 16, CODE_PAIR_UP), scale_pair(q.x >> 16 | (a & 0xffff0000u), F == Q4 ? CODE_PAIR_UP / 16.0f : CODE_PAIR_UP),
-         scale_pair((b & 0xffffu) | q.w << 16, CODE_PAIR_UP), scale_pair(b >> 16 | (q.w & 0xffff0000u), F == Q4 ? CODE_PAIR_UP / 16.0f : CODE_PAIR_UP));
-}
+// A second slice for each simdgroup, and room for its sums.
+FN constexpr uint deep_words(uint rows) { return MMA_SIMDS * MMA_SLICE + MMA_SIMDS * 16 * rows; }
 
 FN void load8(const DEVICE float *p, THREAD float *v)
 {
@@ -193,24 +37,21 @@ FN MmaMemory mma_memory(TG uint *memory, uint rows, uint cols)
   return m;
 }
 
-// x [rows][cols] of bf16, whole slices of it, four pieces a thread under way.
-template <uint F> FN void stage_rows(const DEVICE uint *x, uint rows, uint cols, const THREAD MmaMemory &m, uint tid)
+// x [rows][cols] of bf16, whole slices of it, all pieces of a thread under way at once: two of one row, or one of each of eight.
+template <uint F, bool ONE> FN void stage_rows(const DEVICE uint *x, uint rows, uint cols, const THREAD MmaMemory &m, uint tid)
 {
-  const uint pieces = (cols + 2047) / 2048 * MMA_THREADS;
-#pragma unroll 1
-  for (uint first = 0; first < rows * pieces; first += 4 * MMA_THREADS) {
-    uint4 q[4];
+  constexpr uint N = ONE ? 2 : 8;
+  uint4 q[N];
 #pragma unroll
-    for (uint i = 0; i < 4; i++) {
-      const uint row = (first + i * MMA_THREADS) / pieces, u = (first + i * MMA_THREADS) % pieces + tid;
-      q[i] = row < rows && u < cols / 8 ? load4(x + ulong(row) * (cols / 2) + u * 4) : uint4{0, 0, 0, 0};
-    }
+  for (uint i = 0; i < N; i++) {
+    const uint row = ONE ? 0 : i, u = ONE ? i * MMA_THREADS + tid : tid;
+    q[i] = row < rows && u < cols / 8 ? load4(x + ulong(row) * (cols / 2) + u * 4) : uint4{0, 0, 0, 0};
+  }
 #pragma unroll
-    for (uint i = 0; i < 4; i++) {
-      const uint row = (first + i * MMA_THREADS) / pieces, u = (first + i * MMA_THREADS) % pieces + tid;
-      if (row >= rows) continue;
-      stage_piece<F>(q[i], u, m.x + row * m.x_row, m.sums + row * m.sums_part * 6, m.sums_part);
-    }
+  for (uint i = 0; i < N; i++) {
+    const uint row = ONE ? 0 : i, u = ONE ? i * MMA_THREADS + tid : tid;
+    if (row >= rows || (ONE && i * 2048 >= cols)) continue;
+    stage_piece<F>(q[i], u, m.x + row * m.x_row, m.sums + row * m.sums_part * 6, m.sums_part);
   }
 }
 
@@ -273,19 +114,42 @@ FN void stage_normed(const THREAD MmaLaunch &at, CONSTANT GemvArgs &p, const THR
   }
 }
 
-// A simdgroup's sums of its tile with all its slices, from threadgroup memory. `first`: the slice that is on its way there; the others
-// follow, and then that of the next block's tile, if there is one.
-template <uint F, bool ONE>
-FN void multiply_tile(const THREAD MmaTile &tile, uint next_row, bool more, uint first, uint split, uint rows, THREAD MmaAffine<slice_groups<F>()> &affine, const THREAD MmaMemory &m, TG uint *slice, uint lane, THREAD float (&y)[4])
+// Where a simdgroup has its slices of x from: threadgroup memory, or device memory by registers.
+struct MmaStagedRows {
+  const THREAD MmaMemory &m;
+  uint row; // the lane's
+};
+template <uint C> struct MmaDirectRows {
+  const DEVICE uint *x;
+  uint rows, cols;
+  bool again; // whether each slice has to be loaded, or is the one that is there
+  MmaInput<C> in;
+};
+
+template <uint F, uint C> FN MmaStaged next_input(const THREAD MmaStagedRows &x, uint slice, uint)
+{
+  return MmaStaged{x.m.x + x.row * x.m.x_row + slice * C * 32, (const TG uint *)x.m.sums + x.row * x.m.sums_part * 3 + slice * C / 2, x.m.sums_part};
+}
+template <uint F, uint C> FN const THREAD MmaInput<C> &next_input(THREAD MmaDirectRows<C> &x, uint slice, uint lane)
+{
+  if (x.again) load_input<F, C>(x.x, x.rows, x.cols, slice, x.in, lane);
+  return x.in;
+}
+
+// A simdgroup's sums of its tile with all its slices. `first`: the slice that is on its way to threadgroup memory; the others follow, and then
+// that of the next block's tile, if there is one.
+template <uint F, bool ONE, class X>
+FN void multiply_tile(const THREAD MmaTile &tile, uint next_row, bool more, uint first, uint split, THREAD X &x, THREAD MmaAffine<slice_groups<F>()> &affine, TG uint *slice, uint lane, THREAD float (&y)[4])
 {
   constexpr uint C = slice_groups<F>();
-  const uint slices = (tile.groups + C - 1) / C, row = ONE ? 0 : min(lane / 4, rows - 1);
+  const uint slices = (tile.groups + C - 1) / C;
 #pragma unroll
   for (uint i = 0; i < 4; i++) y[i] = 0.0f;
   for (uint c = first; c < slices; c += split) {
+    const auto &in = next_input<F, C>(x, c, lane);
     copy_wait();
     simd_fence();
-    multiply_slice<F, C, ONE>(slice, affine, m.x + row * m.x_row + c * C * 32, (const TG uint *)m.sums + row * m.sums_part * 3 + c * C / 2, m.sums_part, tile.groups - c * C, lane, y);
+    multiply_slice<F, C, ONE>(slice, affine, in, tile.groups - c * C, lane, y);
     const bool last = c + split >= slices;
     if (last && !more) continue;
     simd_fence(); // all lanes have read the slice
@@ -318,13 +182,16 @@ FN float sum_parts(const TG float *parts, uint split, uint step)
   return sum;
 }
 
-template <uint F, bool ONE> FN void gemv_mma_blocks(const THREAD MmaLaunch &at, CONSTANT GemvArgs &p, TG uint *memory)
+// STAGED: x by way of threadgroup memory, which all simdgroups fill; or each loads its own slices, where few would want the same. DEEP, for many
+// blocks of one slice a simdgroup, staged: it has room for two, and the next block's is on its way from the moment that this one's is there.
+template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(const THREAD MmaLaunch &at, CONSTANT GemvArgs &p, TG uint *memory)
 {
   constexpr uint C = slice_groups<F>();
   const uint split = p.matrices[at.matrix].lanes, tiles = MMA_SIMDS / split, mine = at.simd / split, first = at.simd % split;
   const uint epilogue = p.matrices[at.matrix].epilogue, members = epilogue == GATED ? 2 : 1, block = tiles / members * 16;
-  const MmaMemory m = mma_memory(memory, p.rows, p.cols);
-  TG uint *slice = m.slices + at.simd * MMA_SLICE;
+  const MmaMemory m = mma_memory(memory + (DEEP ? deep_words(ONE ? 1 : 8) : 0), p.rows, STAGED ? p.cols : 0);
+  TG uint *slice = m.slices + at.simd * MMA_SLICE, *other = memory + at.simd * MMA_SLICE;
+  TG float *parts = m.parts, *spare = (TG float *)(memory + MMA_SIMDS * MMA_SLICE);
   MmaTile tile;
   tile.w = mine % members == 1 ? rows_of(at.slab, p.matrices[at.matrix].up, 0) : rows_of(at.slab, p.matrices[at.matrix].weight, 0);
   tile.rows = p.matrices[at.matrix].weight.rows;
@@ -332,60 +199,93 @@ template <uint F, bool ONE> FN void gemv_mma_blocks(const THREAD MmaLaunch &at, 
   uint first_row = at.block * p.repeat * block;
   tile.row = first_row + mine / members * 16;
   const uint blocks = min(p.repeat, (tile.rows - first_row + block - 1) / block);
-  MmaAffine<C> affine;
-  if (first * C < tile.groups) {
+  MmaAffine<C> affine, soon;
+  const bool has = first * C < tile.groups;
+  if (has) {
     copy_slice<F>(tile, first, slice, at.lane);
     if (F != BF16) load_affine<C>(tile, first, affine, at.lane);
   }
-  if (p.normed != 0) for (uint u = at.tid * 8; u < p.cols; u += MMA_THREADS * 8) prefetch(slab_f32(at.norm, p.norm) + u);
+  if (STAGED && p.normed != 0) for (uint u = at.tid * 8; u < p.cols; u += MMA_THREADS * 8) prefetch(slab_f32(at.norm, p.norm) + u);
   inputs_ready();
   // One result a thread, where there are no more: what it is added to comes while the sums are made.
   const bool single = epilogue == ADD_TO && block * p.rows <= MMA_THREADS;
-  if (p.normed != 0) stage_normed<F>(at, p, m);
-  else stage_rows<F>(at.x, p.rows, p.cols, m, at.tid);
-  tg_barrier();
+  if (STAGED) {
+    if (p.normed != 0) stage_normed<F>(at, p, m);
+    else stage_rows<F, ONE>(at.x, p.rows, p.cols, m, at.tid);
+    tg_barrier();
+  }
+  MmaDirectRows<C> direct;
+  direct.x = at.x;
+  direct.rows = p.rows;
+  direct.cols = p.cols;
+  const MmaStagedRows staged = {m, ONE ? 0 : min(at.lane / 4, p.rows - 1)};
 #pragma unroll 1
   for (uint k = 0; k < blocks; k++) {
     float base = 0.0f;
     if (single && at.tid < block * p.rows && first_row + at.tid % block < tile.rows) base = at.residual[ulong(at.tid / block) * tile.rows + first_row + at.tid % block];
     float y[4];
-    multiply_tile<F, ONE>(tile, tile.row + block, k + 1 < blocks, first, split, p.rows, affine, m, slice, at.lane, y);
-    if (k > 0) tg_barrier(); // the sums before have been read
-    keep_parts<ONE>(y, m.parts + at.simd * 16 * p.rows, p.rows, at.lane);
+    direct.again = k == 0 || (tile.groups + C - 1) / C > split;
+    if (DEEP) {
+      copy_wait();
+      simd_fence();
+      tile.row += block;
+      if (has && k + 1 < blocks) {
+        copy_slice<F>(tile, first, other, at.lane);
+        load_affine<C>(tile, first, soon, at.lane);
+      }
+      y[0] = y[1] = y[2] = y[3] = 0.0f;
+      if (has) multiply_slice<F, C, ONE>(slice, affine, next_input<F, C>(staged, first, at.lane), tile.groups - first * C, at.lane, y);
+#pragma unroll
+      for (uint i = 0; i < 4; i++) y[i] *= CODE_PAIR_BACK;
+      TG uint *const read = slice;
+      slice = other;
+      other = read;
+      TG float *const written = parts;
+      parts = spare;
+      spare = written;
+      affine = soon;
+    } else {
+      if (STAGED) multiply_tile<F, ONE>(tile, tile.row + block, k + 1 < blocks, first, split, staged, affine, slice, at.lane, y);
+      else multiply_tile<F, ONE>(tile, tile.row + block, k + 1 < blocks, first, split, direct, affine, slice, at.lane, y);
+      tile.row += block;
+      if (k > 0) tg_barrier(); // the sums before have been read
+    }
+    keep_parts<ONE>(y, parts + at.simd * 16 * p.rows, p.rows, at.lane);
     tg_barrier();
     for (uint i = at.tid; i < block * p.rows; i += MMA_THREADS) {
       const uint n = i / block, r = i % block, row = first_row + r;
       if (row >= tile.rows) continue;
-      const TG float *parts = m.parts + r % 16 * p.rows + n;
-      const uint part = r / 16 * members * split, step = 16 * p.rows;
-      const float y0 = sum_parts(parts + part * step, split, step), y1 = members == 2 ? sum_parts(parts + (part + split) * step, split, step) : 0.0f;
+      const uint step = 16 * p.rows;
+      const TG float *of = parts + r / 16 * members * split * step + r % 16 * p.rows + n;
+      const float y0 = sum_parts(of, split, step), y1 = members == 2 ? sum_parts(of + split * step, split, step) : 0.0f;
       const ulong to = ulong(n) * tile.rows + row;
       if (epilogue == ADD_TO && !single) base = at.residual[to];
       gemv_store(at.out, base, epilogue, to, y0, y1);
     }
-    tile.row += block;
     first_row += block;
   }
 }
 
-// Bound as gemv.metal's kernels are. ROWS of x at most, COLS columns. Three threadgroups' registers fit a core.
-#define GEMV_MMA(name, ROWS, COLS)                                                                                     \
-  KERNEL(name, 768, IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2), \
+// Bound as gemv.metal's kernels are. ROWS of x at most, COLS columns in threadgroup memory. A core's registers
+// are enough for THREADS: three threadgroups, of the deep one two, of the wide one, which is one wave where it is wanted, one.
+#define GEMV_MMA(name, THREADS, ROWS, COLS, DEEP)                                                                      \
+  KERNEL(name, THREADS, IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2), \
          OUT(6, uint, out3), OUT(7, uint, out4), OUT(8, uint, out5), IN(9, float, residual), OUT(10, uint, normed),         \
          ARGS(11, GemvArgs, p))                                                                                           \
   {                                                                                                                    \
-    static_assert(mma_words(ROWS, COLS) <= LARGE_##name, "text::LARGE_MEMORY");                                        \
+    static_assert(mma_words(ROWS, COLS) + (DEEP ? deep_words(ROWS) : 0) <= LARGE_##name, "text::LARGE_MEMORY");        \
     SHARED_LARGE(uint, memory, LARGE_##name);                                                                          \
     uint i = 0, first = 0;                                                                                             \
     while (i + 1 < p.count && k_group.x >= p.matrices[i].end) first = p.matrices[i++].end;                             \
     const MmaLaunch at = {x, norm, slab, i == 0 ? out0 : i == 1 ? out1 : i == 2 ? out2 : i == 3 ? out3 : i == 4 ? out4 : out5, residual, normed, \
                           i, k_group.x - first, k_lane, k_simd, k_thread.x};                                           \
     const uint format = p.matrices[i].weight.format;                                                                   \
-    if (format == Q4) gemv_mma_blocks<Q4, ROWS == 1>(at, p, memory);                                                   \
-    else if (format == Q8) gemv_mma_blocks<Q8, ROWS == 1>(at, p, memory);                                              \
-    else gemv_mma_blocks<BF16, ROWS == 1>(at, p, memory);                                                              \
+    if (DEEP || format == Q4) gemv_mma_blocks<Q4, ROWS == 1, COLS != 0, DEEP>(at, p, memory);                          \
+    else if (format == Q8) gemv_mma_blocks<Q8, ROWS == 1, COLS != 0, false>(at, p, memory);                            \
+    else gemv_mma_blocks<BF16, ROWS == 1, COLS != 0, false>(at, p, memory);                                            \
   }
-GEMV_MMA(gemv_mma_1, 1, 4096)
-GEMV_MMA(gemv_mma_8, 8, 2048)
-GEMV_MMA(gemv_mma_8_wide, 8, 4096)
+GEMV_MMA(gemv_mma_1, 768, 1, 4096, false)
+GEMV_MMA(gemv_mma_8, 768, 8, 2048, false)
+GEMV_MMA(gemv_mma_8_wide, 384, 8, 0, false)
+GEMV_MMA(gemv_mma_1_deep, 512, 1, 4096, true)
 #endif

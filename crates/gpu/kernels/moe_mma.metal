@@ -20,6 +20,14 @@ FN void open_task(const DEVICE uint *x, CONSTANT ExpertsArgs &p, uint number, ui
   }
 }
 
+// Row `i` of a task's result, from its simdgroups' sums.
+FN bf16 task_result(const TG float *sums, uint i, uint split, bool paired)
+{
+  const TG float *parts = sums + i / 16 * (paired ? 2 : 1) * split * 16 + i % 16;
+  const float value = sum_parts(parts, split, 16);
+  return to_bf16(paired ? silu(value) * sum_parts(parts + split * 16, split, 16) : value);
+}
+
 // out[entry] = x[entry / share] · a[expert]ᵀ, or with two matrices silu(· a) · (· b). A threadgroup takes its number and every `groups` after
 // it, with the next one's weights on their way while the sums of one are put together. x was made before the experts were chosen: it comes
 // while that still runs.
@@ -31,6 +39,7 @@ KERNEL(decode_experts_mma, 768, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), 
   const uint split = p.lanes, mine = k_simd / split, first = k_simd % split;
   const uint members = p.paired != 0 ? 2 : 1, block = MMA_SIMDS / split / members * 16;
   const MmaMemory m = mma_memory(memory, 1, p.a.cols);
+  const MmaStagedRows staged = {m, 0};
   TG uint *slice = m.slices + k_simd * MMA_SLICE;
   ExpertTask task;
   open_task(x, p, k_group.x, k_thread.x, task);
@@ -58,7 +67,7 @@ KERNEL(decode_experts_mma, 768, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), 
       expert = ids[task.entry];
     }
     float y[4];
-    multiply_tile<Q4, true>(tile, 0, false, first, split, 1, affine, m, slice, k_lane, y);
+    multiply_tile<Q4, true>(tile, 0, false, first, split, staged, affine, slice, k_lane, y);
     if (next < p.tasks) {
       simd_fence(); // all lanes have read the slice
       tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
@@ -68,21 +77,86 @@ KERNEL(decode_experts_mma, 768, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), 
     }
     keep_parts<true>(y, m.parts + k_simd * 16, 1, k_lane);
     tg_barrier();
-    if (k_thread.x >= block || row >= tile.rows) continue;
-    const TG float *parts = m.parts + k_thread.x / 16 * members * split * 16 + k_thread.x % 16;
-    float value = sum_parts(parts, split, 16);
-    if (p.paired != 0) value = silu(value) * sum_parts(parts + split * 16, split, 16);
-    out[ulong(entry) * tile.rows + row] = to_bf16(value);
+    if (k_thread.x < block && row < tile.rows) out[ulong(entry) * tile.rows + row] = task_result(m.parts, k_thread.x, split, p.paired != 0);
+  }
+}
+
+// The same for many tasks, with a second slice for each simdgroup: the next task's weights are on their way from the moment that this one's are
+// there. A threadgroup takes p.each neighbouring tasks, most of one entry. Where a simdgroup has one slice of a row.
+#define DEEP_WORDS (MMA_SIMDS * MMA_SLICE + MMA_SIMDS * 16)
+KERNEL(decode_experts_mma_deep, 512, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), IN(3, uint, ids), OUT(4, bf16, out), ARGS(5, ExpertsArgs, p))
+{
+  static_assert(DEEP_WORDS + mma_words(1, 4096) <= LARGE_decode_experts_mma_deep, "text::LARGE_MEMORY");
+  SHARED_LARGE(uint, memory, LARGE_decode_experts_mma_deep);
+  constexpr uint C = slice_groups<Q4>();
+  const uint split = p.lanes, mine = k_simd / split, first = k_simd % split;
+  const uint members = p.paired != 0 ? 2 : 1, block = MMA_SIMDS / split / members * 16;
+  const MmaMemory m = mma_memory(memory + DEEP_WORDS, 1, p.a.cols);
+  TG float *spare = (TG float *)(memory + MMA_SIMDS * MMA_SLICE);
+  uint number = k_group.x * p.each;
+  const uint end = min(number + p.each, p.tasks);
+  ExpertTask task;
+  open_task(x, p, number, k_thread.x, task);
+  inputs_ready();
+  MmaTile tile;
+  MmaAffine<C> affine, soon;
+  tile.rows = p.a.rows;
+  tile.groups = p.a.cols / 64;
+  const bool has = first * C < tile.groups;
+  // Of the entry of the task after the next copy.
+  uint expert = ids[task.entry];
+  tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
+  tile.row = task.block * block + mine / members * 16;
+  if (has) copy_slice<Q4>(tile, first, m.slices + k_simd * MMA_SLICE, k_lane);
+  if (has) load_affine(tile, first, affine, k_lane);
+  expert = ids[min(number + 1, end - 1) / p.blocks];
+  uint staged_row = 0xffffffffu;
+  for (uint i = 0; number < end; number++, i++) {
+    if (task.entry / p.share != staged_row) {
+      staged_row = task.entry / p.share;
+#pragma unroll
+      for (uint j = 0; j < 2; j++)
+        if (j * MMA_THREADS * 8 < p.a.cols) stage_piece<Q4>(task.x[j], k_thread.x + j * MMA_THREADS, m.x, m.sums, m.sums_part);
+      tg_barrier();
+    }
+    const uint entry = task.entry, row = task.block * block + k_thread.x;
+    TG uint *slice = (i % 2 == 0 ? m.slices : memory) + k_simd * MMA_SLICE, *other = (i % 2 == 0 ? memory : m.slices) + k_simd * MMA_SLICE;
+    TG float *parts = i % 2 == 0 ? m.parts : spare;
+    copy_wait();
+    simd_fence();
+    if (number + 1 < end) {
+      tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
+      tile.row = (number + 1) % p.blocks * block + mine / members * 16;
+      if (has) copy_slice<Q4>(tile, first, other, k_lane);
+      if (has) load_affine(tile, first, soon, k_lane);
+      if ((number + 1) / p.blocks / p.share != staged_row) open_task(x, p, number + 1, k_thread.x, task);
+      task.entry = (number + 1) / p.blocks;
+      task.block = (number + 1) % p.blocks;
+      expert = ids[min(number + 2, end - 1) / p.blocks];
+    }
+    float y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (has) {
+      const MmaStaged in = {m.x + first * C * 32, (const TG uint *)m.sums + first * C / 2, m.sums_part};
+      multiply_slice<Q4, C, true>(slice, affine, in, tile.groups - first * C, k_lane, y);
+    }
+#pragma unroll
+    for (uint j = 0; j < 4; j++) y[j] *= CODE_PAIR_BACK;
+    affine = soon;
+    keep_parts<true>(y, parts + k_simd * 16, 1, k_lane);
+    tg_barrier(); // and the slice and x have been read
+    if (k_thread.x < block && row < tile.rows) out[ulong(entry) * tile.rows + row] = task_result(parts, k_thread.x, split, p.paired != 0);
   }
 }
 
 #define SUM_GROUPS 8u // of an expert's row at most: one slice
 #define SUM_EXPERTS 9u
-#define SUM_WORDS (SUM_EXPERTS * (MMA_SLICE + SUM_GROUPS * 32 + 3 * SUM_GROUPS / 2 + 16))
+#define SUM_WORDS (SUM_EXPERTS * (MMA_SLICE + SUM_GROUPS * 32 + 3 * SUM_GROUPS / 2 + 2 * 16))
 
 // out = residual + Σ weight · (x[rank] · downᵀ) + gate · (shared_x · shared_downᵀ) for 16 columns: a simdgroup an expert, the shared one
 // last, and their sum in the order of rank. The experts were chosen two stages ago: their weights come while the stage before still runs.
-KERNEL(decode_experts_out_mma, 320, IN(0, uint, down), IN(1, uint, shared_down), IN(2, uint, x), IN(3, uint, ids), IN(4, float, weights),
+// A threadgroup takes 16 columns and those `groups` further on, with the next ones' weights on their way while a sum is put together. Bound so
+// that three of them fit a core.
+KERNEL(decode_experts_out_mma, 864, IN(0, uint, down), IN(1, uint, shared_down), IN(2, uint, x), IN(3, uint, ids), IN(4, float, weights),
        IN(5, uint, shared_x), IN(6, float, shared_gate), IN(7, float, residual), OUT(8, float, out), ARGS(9, ExpertsSumArgs, p))
 {
   static_assert(SUM_WORDS <= LARGE_decode_experts_out_mma, "text::LARGE_MEMORY");
@@ -90,7 +164,7 @@ KERNEL(decode_experts_out_mma, 320, IN(0, uint, down), IN(1, uint, shared_down),
   constexpr uint C = SUM_GROUPS;
   TG uint *slice = memory + k_simd * MMA_SLICE, *my_x = memory + SUM_EXPERTS * MMA_SLICE + k_simd * C * 32;
   TG uint *sums = memory + SUM_EXPERTS * (MMA_SLICE + C * 32) + k_simd * (3 * C / 2);
-  TG float *parts = (TG float *)(memory + SUM_EXPERTS * (MMA_SLICE + C * 32 + 3 * C / 2));
+  TG float *both = (TG float *)(memory + SUM_EXPERTS * (MMA_SLICE + C * 32 + 3 * C / 2));
   const uint row = k_group.y, rank = row * p.k + k_simd;
   const bool shared = k_simd == p.k;
   MmaTile tile;
@@ -102,28 +176,39 @@ KERNEL(decode_experts_out_mma, 320, IN(0, uint, down), IN(1, uint, shared_down),
   copy_slice<Q4>(tile, 0, slice, k_lane);
   load_affine(tile, 0, affine, k_lane);
   inputs_ready();
-  const uint column = k_group.x * 16 + k_thread.x;
-  const bool mine = k_thread.x < 16 && column < tile.rows;
-  const ulong to = ulong(row) * tile.rows + column;
-  float total = 0.0f;
-  if (mine) total = residual[to];
   const float weight = shared ? sigmoid(shared_gate[row]) : weights[rank];
   const DEVICE uint *from = shared ? shared_x + ulong(row) * (p.shared_down.cols / 2) : x + ulong(rank) * (p.down.cols / 2);
 #pragma unroll
   for (uint u = k_lane; u < C * 8; u += 32) {
     stage_piece<Q4>(u < tile.groups * 8 ? load4(from + u * 4) : uint4{0, 0, 0, 0}, u, my_x, (TG bf16 *)sums, C / 2);
   }
-  copy_wait();
-  simd_fence();
-  float y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  multiply_slice<Q4, C, true>(slice, affine, my_x, sums, C / 2, tile.groups, k_lane, y);
+#pragma unroll 1
+  for (uint i = 0; tile.row < tile.rows; i++) {
+    const uint column = tile.row + k_thread.x;
+    const bool mine = k_thread.x < 16 && column < tile.rows;
+    const ulong to = ulong(row) * tile.rows + column;
+    float total = 0.0f;
+    if (mine) total = residual[to];
+    copy_wait();
+    simd_fence();
+    float y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const MmaStaged in = {my_x, sums, C / 2};
+    multiply_slice<Q4, C, true>(slice, affine, in, tile.groups, k_lane, y);
+    tile.row += k_groups.x * 16;
+    if (tile.row < tile.rows) {
+      simd_fence(); // all lanes have read the slice
+      copy_slice<Q4>(tile, 0, slice, k_lane);
+      load_affine(tile, 0, affine, k_lane);
+    }
 #pragma unroll
-  for (uint i = 0; i < 4; i++) y[i] *= weight * CODE_PAIR_BACK;
-  keep_parts<true>(y, parts + k_simd * 16, 1, k_lane);
-  tg_barrier();
-  if (!mine) return;
-  float sum = 0.0f;
-  for (uint e = 0; e <= p.k; e++) sum += parts[e * 16 + k_thread.x];
-  out[to] = total + sum;
+    for (uint j = 0; j < 4; j++) y[j] *= weight * CODE_PAIR_BACK;
+    TG float *parts = both + i % 2 * (SUM_EXPERTS * 16);
+    keep_parts<true>(y, parts + k_simd * 16, 1, k_lane);
+    tg_barrier();
+    if (!mine) continue;
+    float sum = 0.0f;
+    for (uint e = 0; e <= p.k; e++) sum += parts[e * 16 + k_thread.x];
+    out[to] = total + sum;
+  }
 }
 #endif

@@ -113,6 +113,7 @@ pub const FILES: &[(&str, &str)] = &[
     kernel_file!("tile_load.metal"),
     kernel_file!("tile_simdgroup.h"),
     kernel_file!("tile_mpp.h"),
+    kernel_file!("mma_slice.metal"),
     kernel_file!("gemv_mma.metal"),
     kernel_file!("tile_plain.h"),
     kernel_file!("gemm.metal"),
@@ -149,9 +150,10 @@ pub fn is_tile_kernel(kernel: &str) -> bool {
 }
 
 /// Kernel files that are empty without `mma.sync`. Of chips without `wgmma` its kernels are empty.
-const MMA_FILES: [&str; 7] = [
+const MMA_FILES: [&str; 8] = [
     "gemm_mma.metal",
     "gemm_wgmma.metal",
+    "mma_slice.metal",
     "gemv_mma.metal",
     "moe_mma.metal",
     "attention_units.metal",
@@ -218,6 +220,7 @@ pub const EARLY: &[&str] = &[
     "conv_prep",
     "decode_experts",
     "decode_experts_mma",
+    "decode_experts_mma_deep",
     "decode_experts_out",
     "decode_experts_out_mma",
     "gemv_1x2",
@@ -226,6 +229,7 @@ pub const EARLY: &[&str] = &[
     "gemv_4x2",
     "gemv_8x2",
     "gemv_mma_1",
+    "gemv_mma_1_deep",
     "gemv_mma_8",
     "gemv_mma_8_wide",
     "rms_norm",
@@ -240,12 +244,14 @@ pub const EARLY: &[&str] = &[
 
 /// Kernels with more threadgroup memory than a text may declare (CUDA: 48 KB), and its bytes: a driver that has them sets it aside at
 /// each launch.
-pub const LARGE_MEMORY: [(&str, u32); 5] = [
+pub const LARGE_MEMORY: [(&str, u32); 7] = [
     ("decode_experts_mma", 46_032),
-    ("decode_experts_out_mma", 51_696),
+    ("decode_experts_mma_deep", 83_408),
+    ("decode_experts_out_mma", 52_272),
     ("gemv_mma_1", 46_032),
+    ("gemv_mma_1_deep", 83_408),
     ("gemv_mma_8", 75_456),
-    ("gemv_mma_8_wide", 109_760),
+    ("gemv_mma_8_wide", 41_152),
 ];
 
 /// Bytes of threadgroup memory that a launch of the kernel sets aside.
@@ -327,6 +333,7 @@ mod tests {
             "gemv_mma_1",
             "gemv_mma_8",
             "gemv_mma_8_wide",
+            "gemv_mma_1_deep",
             "gemm_mma_q4_n128",
             "gemm_mma_q4_n32",
             "gemm_mma_q8_n128",
@@ -344,6 +351,7 @@ mod tests {
             "experts_in_wgmma_q4",
             "experts_out_wgmma_q4",
             "decode_experts_mma",
+            "decode_experts_mma_deep",
             "decode_experts_out_mma",
             "attention_fixed_units",
             "delta_chunk_parts",
@@ -352,7 +360,7 @@ mod tests {
         assert_eq!(more(Platform::Host), mma);
         assert_eq!(
             (more(Platform::Cuda), kernels(Platform::Cuda).len()),
-            (mma.map(String::from).into(), names.len() - 14 + 24)
+            (mma.map(String::from).into(), names.len() - 14 + 26)
         );
         for name in
             ["fill_words", "gemm_q4_n64", "delta_scan_8", "flash_attention_16", "sample_pick"]

@@ -94,6 +94,9 @@ impl World {
         let mut options = Options::default();
         options.profile.cores = form.cores;
         options.profile.mma = form.mma;
+        if form.mma {
+            options.profile.threads_per_core = 2048; // as on such a device
+        }
         let mut driver = SoftDriver::new(options);
         let mut rng = Seeded::new("delta");
         let mut take = |count: usize, element: ElementType| {
@@ -403,6 +406,19 @@ fn slots_of_either_parity_in_one_step() {
         assert!(world.layer_state(slot) == *state, "the state of slot {slot}");
         near(&world.out[slot], out, 0.01); // the fused kernel does not round y
     }
+}
+
+/// A decode step of more heads than cores: more rows of the state a simdgroup, the same bits.
+#[test]
+fn several_slots_of_a_device_with_large_cores() {
+    let step = |cores| {
+        let mut world = World::new(&Form { mma: true, ..form(&[], cores) }, [0, 1, 0]);
+        let list = world.step(&[(2, 1), (0, 1), (1, 1)]);
+        (list.dispatches[1].kernel, world.out.clone(), [0, 1, 2].map(|s| world.layer_state(s)))
+    };
+    let ((one, out, states), (several, other, after)) = (step(1000), step(1));
+    assert_eq!((one, several), ("scan_norm_4", "scan_norm_8"));
+    assert!(out == other && states == after);
 }
 
 /// By matrix units a chunk of tokens begins where a step does, so that sums differ with the steps, and from the sums token by

@@ -58,6 +58,7 @@ fn bits_depend_on_the_row_and_the_matrix_alone() {
         (64, "h200"),
         (320, "h200"),
         (2048, "h200"),
+        (4096, "h200"),
         (4352, "h200"),
     ] {
         let mut rng = Seeded::new(&format!("bits {cols}"));
@@ -106,27 +107,45 @@ fn bits_depend_on_the_row_and_the_matrix_alone() {
 /// Threadgroups that take many blocks of rows, with x staged once and in tiles.
 #[test]
 fn many_blocks_of_rows() {
-    for (cols, rows, mma) in
-        [(1024, 1, false), (1024, 8, false), (2112, 5, false), (1024, 1, true), (2112, 8, true)]
-    {
+    for (cols, rows, mma) in [
+        (1024, 1, false),
+        (1024, 8, false),
+        (2112, 5, false),
+        (1024, 1, true),
+        (1088, 7, true),
+        (2112, 8, true),
+    ] {
         // Matrix units take no f32.
         let rare = if mma { BF16 } else { F32 };
-        blocks(cols, rows, mma, &[(Q4, 1001), (Q8, 300), (rare, 130)]);
+        blocks(cols, rows, mma, 1, &[(Q4, 1001), (Q8, 300), (rare, 130)]);
     }
 }
 
-/// On one core: everything is one wave of it.
-fn blocks(cols: usize, rows: usize, mma: bool, matrices: &[(WeightFormat, usize)]) {
+/// Simdgroups with two slices, some of them with none; the same bits.
+#[test]
+fn deep_blocks_change_no_bit() {
+    for cols in [64, 1088] {
+        let of = |cores| blocks(cols, 1, true, cores, &[(Q4, 1611)]);
+        let (one, many) = (of(1), of(1000));
+        assert_eq!((one.0, many.0), ("gemv_mma_1_deep", "gemv_mma_1"));
+        assert_eq!(one.1, many.1, "{cols} columns");
+    }
+}
+
+/// On few cores everything is one wave of them. The kernel, and what it made of the matrices.
+fn blocks(
+    cols: usize,
+    rows: usize,
+    mma: bool,
+    cores: u32,
+    matrices: &[(WeightFormat, usize)],
+) -> (&'static str, Vec<Vec<f32>>) {
     let mut rng = Seeded::new(&format!("many {cols} {rows}"));
     let specs: Vec<_> = matrices.iter().map(|(f, n)| weight(&mut rng, *f, *n, cols)).collect();
     let x: Vec<f32> = rng.activations(rows * cols, 1.5).into_iter().map(bf16).collect();
     let mut rig = Rig::new(7, "softgpu");
     rig.driver = lily_softgpu::SoftDriver::new(lily_softgpu::Options {
-        profile: lily_gpu::Profile {
-            cores: 1,
-            mma,
-            ..lily_gpu::Profile::named("softgpu").unwrap()
-        },
+        profile: lily_gpu::Profile { cores, mma, ..lily_gpu::Profile::named("softgpu").unwrap() },
         ..lily_softgpu::Options::default()
     });
     let weights = rig.weights(&specs);
@@ -136,10 +155,13 @@ fn blocks(cols: usize, rows: usize, mma: bool, matrices: &[(WeightFormat, usize)
     let outputs: Vec<GemvOutput> = weights.iter().zip(&outs).map(|(w, o)| store(w, *o)).collect();
     let (kernels, _) = rig.run(decode(rows as u32), |r, c, _| gemv(r, c, input, &outputs));
     assert_eq!(kernels[0].starts_with("gemv_mma"), mma);
+    let mut all = Vec::new();
     for ((spec, w), out) in specs.iter().zip(&outs) {
         let got = rig.get_f32(*out, rows * spec.rows);
         close(&format!("{cols} columns, {} rows", spec.rows), &got, &product(spec, w, &x), 2e-5);
+        all.push(got);
     }
+    (kernels[0], all)
 }
 
 /// The norm in front, the sum behind and the gated pair have the bits of the kernels that they replace.
@@ -168,7 +190,8 @@ fn small_fused_forms() {
 #[test]
 fn small_products_by_mma() {
     fused_forms(&[(64, 2, "h200")]);
-    blocks(64, 2, true, &[(Q4, 900)]);
+    blocks(64, 2, true, 1, &[(Q4, 900)]);
+    blocks(64, 1, true, 1, &[(Q4, 1600)]);
 }
 
 fn fused_forms(sizes: &[(usize, usize, &str)]) {

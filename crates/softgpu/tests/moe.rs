@@ -272,15 +272,48 @@ fn a_rows_bits_do_not_depend_on_the_number_of_rows() {
     }
 }
 
-/// A threadgroup that takes all blocks one after another makes the bits of many that take one each.
+/// Threadgroups that take several blocks one after another make the bits of many that take one each.
 #[test]
 fn one_threadgroup_takes_all_blocks() {
+    let of = |cores, large_memory| {
+        let mut rig = rig_with(true);
+        (rig.profile.cores, rig.profile.large_memory) = (cores, large_memory);
+        both_on(rig, Tuning::default(), 5, false)
+    };
+    let (each, kernels) = of(1000, 227 << 10);
+    assert_eq!(kernels, ["decode_experts_mma"; 2]);
+    // Where threadgroups have no room for two slices of a simdgroup.
+    let (one, kernels) = of(1, 80 << 10);
+    assert_eq!(kernels, ["decode_experts_mma"; 2]);
+    assert_eq!(one, each);
+    let (deep, kernels) = of(1, 227 << 10);
+    assert_eq!(kernels, ["decode_experts_mma_deep"; 2]);
+    assert_eq!(deep, each);
+}
+
+/// The same with simdgroups that share a tile, one of them without a slice, blocks that are not full, and tasks of several entries and rows.
+#[test]
+fn deep_tasks_change_no_bit() {
+    let (rows, k, width, cols) = (3, 2, 40, 1088);
     let of = |cores| {
         let mut rig = rig_with(true);
         rig.profile.cores = cores;
-        both_on(rig, Tuning::default(), 5, false).0
+        let x = rig.random(rows * cols);
+        let x = rig.bf16(&x);
+        let ids = rig.u32(&[3, 0, 0, 2, 1, 3]);
+        let [gate, up] = [(); 2].map(|()| rig.weight(Q4, 4, width, cols));
+        let out = rig.empty(rows * k * width, ElementType::Bf16);
+        let kernels = rig.run(|r, c, scratch| {
+            let (gate, up) = (&gate.device, &up.device);
+            let op = ExpertsIn { x, ids, rows: rows as u32, k: k as u32, gate, up, out };
+            moe::experts_in(r, c, scratch, None, &op);
+        });
+        (rig.read_f32(out), kernels)
     };
-    assert_eq!(of(1), of(1000));
+    let ((each, one), (deep, many)) = (of(1000), of(1));
+    assert_eq!((one, many), (vec!["decode_experts_mma"], vec!["decode_experts_mma_deep"]));
+    assert!(each.iter().all(|x| x.is_finite()) && each.iter().any(|x| *x != 0.0));
+    assert_eq!(each, deep);
 }
 
 struct Chain {
@@ -396,8 +429,12 @@ fn small_fused_chain() {
 #[test]
 fn small_experts_by_mma() {
     let sizes = Chain { rows: 1, format: Q4, cols: 64, shared_cols: 64 };
-    let [fused, apart] = chain(&mut rig_with(true), &sizes);
-    close("small", &fused, &apart, 3e-3);
+    for cores in [1, 8] {
+        let mut rig = rig_with(true);
+        rig.profile.cores = cores;
+        let [fused, apart] = chain(&mut rig, &sizes);
+        close("small", &fused, &apart, 3e-3);
+    }
     let [units, lanes] =
         [true, false].map(|mma| both_on(rig_with(mma), Tuning::default(), 1, false).0);
     close("small, in", &units[0], &lanes[0], 0.02);

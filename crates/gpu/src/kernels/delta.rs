@@ -162,15 +162,18 @@ pub fn scan_rows(heads: u32, segments: u32, shape: &Shape, profile: &Profile) ->
     [8, 4, 2].into_iter().find(|r| rows / r >= 12 * profile.cores).unwrap_or(1)
 }
 
-/// Rows of the state that one simdgroup of the fused decode kernel keeps: a head has a threadgroup of at most 32 simdgroups.
-/// `None`: the head is too large for one.
-pub fn scan_norm_rows(shape: &Shape) -> Option<u32> {
-    [4, 8].into_iter().find(|r| shape.value_dim / r <= 32)
+/// Rows of the state that one simdgroup of the fused decode kernel keeps, for `heads` heads of all slots: a head has a threadgroup of at
+/// most 32 simdgroups. `None`: the head is too large for one. A core of an H200 holds one head of 128 rows with four rows a simdgroup, with
+/// eight two, and the second one's state is on its way, too.
+pub fn scan_norm_rows(shape: &Shape, profile: &Profile, heads: u32) -> Option<u32> {
+    let several = heads > profile.cores && profile.threads_per_core >= 2048;
+    let rows = if several { [8, 4] } else { [4, 8] };
+    rows.into_iter().find(|r| shape.value_dim / r <= 32)
 }
 
 /// Whether [`scan_norm`] serves this step.
 pub fn scan_norm_applies(c: &Context) -> bool {
-    c.tuning.fuse_scan_norm && c.step.is_decode() && scan_norm_rows(c.shape).is_some()
+    c.tuning.fuse_scan_norm && c.step.is_decode() && scan_norm_rows(c.shape, c.profile, 0).is_some()
 }
 
 pub(super) fn tables(c: &Context) -> [Binding; 2] {
@@ -471,7 +474,7 @@ pub fn scan_norm(
 ) {
     let (channels, heads) = inputs.sizes(c.shape);
     let segments = c.step.segments.len();
-    let (kernel, rows) = match scan_norm_rows(c.shape) {
+    let (kernel, rows) = match scan_norm_rows(c.shape, c.profile, heads * segments as u32) {
         Some(4) => ("scan_norm_4", 4),
         _ => ("scan_norm_8", 8),
     };
@@ -548,7 +551,14 @@ mod tests {
 
     #[test]
     fn a_head_of_the_fused_decode_kernel_is_one_threadgroup() {
-        let rows = |value_dim| scan_norm_rows(&Shape { value_dim, ..Shape::default() });
+        let rows =
+            |value_dim| scan_norm_rows(&Shape { value_dim, ..Shape::default() }, &on("h200"), 32);
         assert_eq!([32, 128, 160, 256, 288].map(rows), [Some(4), Some(4), Some(8), Some(8), None]);
+        // Heads of 1, 4, 5 and 8 slots; an Apple core has room for one threadgroup of either.
+        let of = |name: &str| {
+            [32, 128, 160, 256].map(|heads| scan_norm_rows(&Shape::default(), &on(name), heads))
+        };
+        assert_eq!(of("h200"), [Some(4), Some(4), Some(8), Some(8)]);
+        assert_eq!(of("m4-max"), [Some(4); 4]);
     }
 }

@@ -156,7 +156,8 @@ const SIMDS: u32 = 8;
 /// and not for a launch as large as that of the logits.
 pub fn fuses_norm(profile: &Profile, rows: u32, simdgroups: u32, cols: u32) -> bool {
     let most_cols = if profile.mma { MMA_COLS } else { u32::MAX };
-    rows <= MMA_NORMED
+    let most_rows = if profile.mma { mma_normed(cols) } else { MMA_NORMED };
+    rows <= most_rows
         && cols <= most_cols
         && cols.is_multiple_of(8)
         && simdgroups <= profile.cores * 512
@@ -165,9 +166,18 @@ pub fn fuses_norm(profile: &Profile, rows: u32, simdgroups: u32, cols: u32) -> b
 /// Rows of a matrix that a simdgroup takes at once for the matrix units.
 const TILE_ROWS: u32 = 16;
 
-/// Columns of rows that `gemv_mma_…` take, and rows that they normalize on the way.
+/// Columns of rows that `gemv_mma_…` take, of those that share x in threadgroup memory, and rows that these normalize on the way.
 const MMA_COLS: u32 = 4096;
+const MMA_STAGED: u32 = 2048;
 const MMA_NORMED: u32 = 2;
+
+/// Elements of a slice of 4-bit codes.
+pub(crate) const SLICE_Q4: u32 = 512;
+
+/// Rows that are normalized on the way: `gemv_mma_8_wide` has them in registers, slice by slice.
+fn mma_normed(cols: u32) -> u32 {
+    if cols <= MMA_STAGED { MMA_NORMED } else { 1 }
+}
 
 /// Simdgroups of a threadgroup of kernels for the matrix units.
 pub(crate) const MMA_SIMDS: u32 = 8;
@@ -175,12 +185,13 @@ pub(crate) const MMA_SIMDS: u32 = 8;
 /// Threadgroups with one row of x that a core holds at once.
 pub(crate) const MMA_RESIDENT: u32 = 3;
 
-/// The kernel for that many rows of x, and the threadgroups that a core of an H200 holds at once: what they keep of x decides.
+/// The kernel for that many rows of x, and the threadgroups that a core of an H200 holds at once: what they keep of x decides, in
+/// threadgroup memory or in registers.
 fn mma_kernel(x_rows: u32, cols: u32) -> (&'static str, u32) {
     match (x_rows, cols) {
         (1, _) => ("gemv_mma_1", MMA_RESIDENT),
-        (_, ..=2048) => ("gemv_mma_8", 3),
-        _ => ("gemv_mma_8_wide", 2),
+        (_, ..=MMA_STAGED) => ("gemv_mma_8", 3),
+        _ => ("gemv_mma_8_wide", 1),
     }
 }
 
@@ -191,7 +202,9 @@ pub(crate) fn mma_takes(c: &Context, cols: u32) -> bool {
 
 fn mma_fits(profile: &Profile, cols: u32) -> bool {
     profile.mma
-        && large_memory(mma_kernel(MAX_ROWS, cols).0) <= profile.large_memory
+        && [1, MAX_ROWS]
+            .iter()
+            .all(|rows| large_memory(mma_kernel(*rows, cols).0) <= profile.large_memory)
         && cols.is_multiple_of(lily_ops::plan::GROUP as u32)
         && cols <= MMA_COLS
 }
@@ -199,7 +212,7 @@ fn mma_fits(profile: &Profile, cols: u32) -> bool {
 /// Whether matrix units can take the launch.
 fn matrix_units(c: &Context, input: &GemvInput, outputs: &[GemvOutput]) -> bool {
     mma_takes(c, outputs[0].weight.matrix.cols)
-        && (input.norm.is_none() || input.rows <= MMA_NORMED)
+        && (input.norm.is_none() || input.rows <= mma_normed(outputs[0].weight.matrix.cols))
         && outputs.iter().all(|o| o.weight.matrix.format <= 2)
 }
 
@@ -207,7 +220,7 @@ fn matrix_units(c: &Context, input: &GemvInput, outputs: &[GemvOutput]) -> bool 
 /// one threadgroup. The matrix alone decides, since sums depend on it.
 pub(crate) fn split(matrix: &Matrix, paired: bool) -> u32 {
     let slice = match matrix.format {
-        0 => 512,
+        0 => SLICE_Q4,
         1 => 256,
         _ => 128,
     };
@@ -220,12 +233,31 @@ pub(crate) fn mma_block(matrix: &Matrix, paired: bool) -> u32 {
     MMA_SIMDS / split(matrix, paired) / if paired { 2 } else { 1 } * TILE_ROWS
 }
 
-/// How a launch for the matrix units is cut: `blocks` blocks of rows in all.
-fn mma_policy(profile: &Profile, x_rows: u32, cols: u32, blocks: u32) -> Policy {
-    let (kernel, resident) = mma_kernel(x_rows, cols);
+/// Blocks of a threadgroup from which on simdgroups have two slices, and threadgroups of those that a core of an H200 holds at once.
+const MMA_DEEP: (u32, u32) = (4, 2);
+
+/// How a launch for the matrix units is cut: `blocks` blocks of rows in all. `single`: simdgroups have one slice of 4-bit codes a row each. Of
+/// several rows x leaves no room for a second slice; with x in registers it was slower (H200, logits of 8 rows: 111 us, with one slice 98).
+fn mma_policy(profile: &Profile, x_rows: u32, cols: u32, blocks: u32, single: bool) -> Policy {
     // One wave: threadgroups that stay put x in its place once.
-    let repeat = blocks.div_ceil(profile.cores * resident).max(1);
-    Policy { kernel, rows: TILE_ROWS, simds: MMA_SIMDS, repeat }
+    let policy = |(kernel, resident)| {
+        let repeat = blocks.div_ceil(profile.cores * resident).max(1);
+        Policy { kernel, rows: TILE_ROWS, simds: MMA_SIMDS, repeat }
+    };
+    let once = policy(mma_kernel(x_rows, cols));
+    let deep = "gemv_mma_1_deep";
+    let twice = x_rows == 1 && single && once.repeat >= MMA_DEEP.0;
+    match twice && large_memory(deep) <= profile.large_memory {
+        true => policy((deep, MMA_DEEP.1)),
+        false => once,
+    }
+}
+
+/// Whether each simdgroup has one slice of 4-bit codes of a row at most, and its rows are bf16.
+fn one_slice(input: &GemvInput, output: &GemvOutput) -> bool {
+    let matrix = &output.weight.matrix;
+    let slices = split(matrix, members(output) == 2) * SLICE_Q4;
+    input.norm.is_none() && matrix.format == 0 && matrix.cols <= slices
 }
 
 /// Blocks of rows of an output.
@@ -274,7 +306,10 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     let needed = outputs.iter().map(|o| simdgroups(o.weight) * members(o)).sum();
     let units = matrix_units(c, &input, outputs);
     let policy = match units {
-        true => mma_policy(c.profile, rows, cols, outputs.iter().map(mma_blocks).sum()),
+        true => {
+            let single = outputs.iter().all(|o| one_slice(&input, o));
+            mma_policy(c.profile, rows, cols, outputs.iter().map(mma_blocks).sum(), single)
+        }
         false => policy(c.profile, rows, needed),
     };
     let mut args = GemvArgs {
@@ -420,14 +455,17 @@ mod tests {
             (1, 2048, 386, ("gemv_mma_1", 1)),
             (1, 4096, 128, ("gemv_mma_1", 1)),
             // Logits: threadgroups that stay.
-            (1, 2048, 7760, ("gemv_mma_1", 20)),
+            (1, 2048, 7760, ("gemv_mma_1_deep", 30)),
+            (8, 2048, 7760, ("gemv_mma_8", 20)),
             (2, 2048, 386, ("gemv_mma_8", 1)),
             (8, 4096, 128, ("gemv_mma_8_wide", 1)),
-            (8, 4096, 1000, ("gemv_mma_8_wide", 4)),
+            (8, 4096, 390, ("gemv_mma_8_wide", 3)),
         ] {
-            let got = mma_policy(&h200, rows, cols, blocks);
+            let got = mma_policy(&h200, rows, cols, blocks, true);
             assert_eq!((got.kernel, got.repeat), want, "{rows} rows of {cols}, {blocks} blocks");
         }
+        let rare = mma_policy(&h200, 1, 2048, 7760, false);
+        assert_eq!((rare.kernel, rare.repeat), ("gemv_mma_1", 20));
     }
 
     #[test]
@@ -436,7 +474,7 @@ mod tests {
             mma_fits(&Profile { large_memory, ..Profile::named("h200").unwrap() }, cols)
         };
         // Bytes a block may have by compute capability: 9.0, 8.0, 8.6 and 8.9. For all rows or none.
-        assert!(takes(227 << 10, 4096) && takes(163 << 10, 4096) && !takes(99 << 10, 4096));
+        assert!(takes(227 << 10, 4096) && takes(163 << 10, 2048) && takes(99 << 10, 4096));
         assert!(takes(99 << 10, 2048) && !takes(48 << 10, 2048) && !takes(227 << 10, 4160));
     }
 
@@ -446,5 +484,6 @@ mod tests {
         assert!(fuses_norm(&h200, 1, 12_352, 2048));
         assert!(!fuses_norm(&h200, 4, 12_352, 2048));
         assert!(!fuses_norm(&h200, 1, 248_320, 2048));
+        assert!(fuses_norm(&h200, 2, 1024, 2048) && !fuses_norm(&h200, 2, 1024, 4096));
     }
 }

@@ -10,6 +10,7 @@ use crate::kernels::{elementwise, gemv};
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::profile::Profile;
 use crate::scratch::Scratch;
+use crate::text::large_memory;
 
 kernel_args! {
     /// Of the `experts_in_*` kernels.
@@ -28,7 +29,7 @@ kernel_args! {
         down: Matrix,
     }
 
-    /// Of `decode_experts` and `decode_experts_mma`.
+    /// Of `decode_experts`, `decode_experts_mma` and `decode_experts_mma_deep`.
     pub struct ExpertsArgs {
         /// The projections, of gates if they are paired.
         a: Matrix,
@@ -44,6 +45,8 @@ kernel_args! {
         blocks: u32,
         /// Likewise: blocks of all entries.
         tasks: u32,
+        /// Of `decode_experts_mma_deep`: neighbouring tasks of a threadgroup.
+        each: u32,
     }
 
     /// Of `decode_experts_out` and `decode_experts_out_mma`.
@@ -241,6 +244,28 @@ fn block(lanes: u32, paired: bool) -> u32 {
     8 * (32 / lanes) * if paired { 2 } else { 4 }
 }
 
+/// Threadgroups of `decode_experts_mma_deep` that a core of an H200 holds at once.
+const DEEP_RESIDENT: u32 = 2;
+
+/// Kernel, threadgroups, and tasks of each for the matrix units, with `split` simdgroups a tile.
+fn units_policy(
+    profile: &Profile,
+    matrix: &Matrix,
+    split: u32,
+    tasks: u32,
+) -> (&'static str, [u32; 3], u32) {
+    let wave = profile.cores * gemv::MMA_RESIDENT;
+    let kernel = "decode_experts_mma_deep";
+    let deep =
+        matrix.cols <= split * gemv::SLICE_Q4 && large_memory(kernel) <= profile.large_memory;
+    if tasks > wave && deep {
+        // One wave: the next task's weights come while one is multiplied.
+        let each = tasks.div_ceil(profile.cores * DEEP_RESIDENT);
+        return (kernel, [tasks.div_ceil(each), 1, 1], each);
+    }
+    ("decode_experts_mma", [tasks.min(wave), 1, 1], 1)
+}
+
 /// One projection of each entry's expert, or a pair of them.
 #[allow(clippy::too_many_arguments)] // what an operation has
 fn decode_experts(
@@ -259,10 +284,9 @@ fn decode_experts(
     let block = if units { gemv::mma_block(&a.matrix, paired) } else { block(lanes, paired) };
     let blocks = a.matrix.rows.div_ceil(block);
     let tasks = blocks * entries;
-    // Threadgroups that stay have the next block's weights on their way.
-    let (kernel, groups) = match units {
-        true => ("decode_experts_mma", [tasks.min(c.profile.cores * gemv::MMA_RESIDENT), 1, 1]),
-        false => ("decode_experts", [blocks, entries, 1]),
+    let (kernel, groups, each) = match units {
+        true => units_policy(c.profile, &a.matrix, lanes, tasks),
+        false => ("decode_experts", [blocks, entries, 1], 1),
     };
     let weights = selected_bytes(a, entries) + if paired { selected_bytes(b, entries) } else { 0 };
     r.dispatch(
@@ -284,6 +308,7 @@ fn decode_experts(
             paired: paired.into(),
             blocks,
             tasks,
+            each,
         },
         weights + x.bytes + ids.bytes + out.bytes,
     );
@@ -422,6 +447,14 @@ pub fn fits_sum(down: &DeviceWeight, shared_down: &DeviceWeight, rows: u32, k: u
 /// Columns of a row of an expert that `decode_experts_out_mma` takes, and experts beside the shared one.
 const SUM_UNITS: (u32, u32) = (512, 8);
 
+/// Threadgroups of `decode_experts_out_mma` that a core of an H200 holds at once.
+const SUM_RESIDENT: u32 = 3;
+
+/// Threadgroups for a row's `blocks` of columns: one wave.
+fn sum_groups(profile: &Profile, blocks: u32, rows: u32) -> u32 {
+    blocks.div_ceil((blocks * rows).div_ceil(profile.cores * SUM_RESIDENT).max(1))
+}
+
 /// Whether matrix units can take the sum.
 fn sum_units(c: &Context, down: &Matrix, shared_down: &Matrix, k: u32) -> bool {
     let fits = |m: &Matrix| gemv::mma_takes(c, m.cols) && m.cols <= SUM_UNITS.0;
@@ -432,9 +465,12 @@ fn sum_units(c: &Context, down: &Matrix, shared_down: &Matrix, k: u32) -> bool {
 pub fn decode_experts_out(r: &mut Recorder, c: &Context, op: &ExpertsSum) {
     let (down, shared_down) = (op.down.matrix, op.shared_down.matrix);
     let lanes = sum_lanes(&down, &shared_down);
-    let (kernel, columns, threads) = match sum_units(c, &down, &shared_down, op.k) {
-        true => ("decode_experts_out_mma", 16, (op.k + 1) * 32),
-        false => ("decode_experts_out", 256 / lanes, 256),
+    let (kernel, groups, threads) = match sum_units(c, &down, &shared_down, op.k) {
+        true => {
+            let groups = sum_groups(c.profile, down.rows.div_ceil(16), op.rows);
+            ("decode_experts_out_mma", groups, (op.k + 1) * 32)
+        }
+        false => ("decode_experts_out", down.rows.div_ceil(256 / lanes), 256),
     };
     let inputs = [op.x, op.ids, op.weights, op.shared_x, op.shared_gate, op.residual];
     let mut bindings = vec![constant(op.down), constant(op.shared_down)];
@@ -443,7 +479,7 @@ pub fn decode_experts_out(r: &mut Recorder, c: &Context, op: &ExpertsSum) {
     bindings.push(write(op.out));
     r.dispatch(
         kernel,
-        [down.rows.div_ceil(columns), op.rows, 1],
+        [groups, op.rows, 1],
         threads,
         bindings,
         &ExpertsSumArgs { down, shared_down, k: op.k, lanes },
@@ -493,6 +529,28 @@ mod tests {
         ] {
             assert_eq!(sum_lanes(&matrix(down, format), &matrix(shared, format)), want, "{down}");
         }
+    }
+
+    #[test]
+    fn matrix_units_stay_for_several_rows() {
+        let h200 = Profile::named("h200").unwrap();
+        let matrix = |cols| Matrix { rows: 512, cols, ..bytemuck::Zeroable::zeroed() };
+        for (cols, split, tasks, want) in [
+            // 32 blocks an entry, 8 entries a row: 1, 2 and 8 rows.
+            (2048, 4, 256, ("decode_experts_mma", 256, 1)),
+            (2048, 4, 512, ("decode_experts_mma_deep", 256, 2)),
+            (2048, 4, 2048, ("decode_experts_mma_deep", 256, 8)),
+            // Several slices of a row a simdgroup.
+            (4096, 4, 2048, ("decode_experts_mma", 396, 1)),
+        ] {
+            let (kernel, groups, each) = units_policy(&h200, &matrix(cols), split, tasks);
+            assert_eq!((kernel, groups[0], each), want, "{cols} columns, {tasks} tasks");
+        }
+        // Down projections: 396 threadgroups are a wave.
+        assert_eq!(
+            [1, 2, 4, 5, 8].map(|rows| sum_groups(&h200, 128, rows)),
+            [128, 128, 64, 64, 43]
+        );
     }
 
     #[test]

@@ -44,6 +44,7 @@ pub const EXPERT_FILES: &[&str] = &[
     "moe_decode.metal",
     "gemm_mma.metal",
     "gemm_wgmma.metal",
+    "mma_slice.metal",
     "gemv_mma.metal",
     "moe_mma.metal",
 ];
