@@ -91,7 +91,7 @@ fn the_demo_model_answers_as_on_softgpu() {
     nothing_is_left(&soft);
 }
 
-/// 1,000 tokens in chunks, on a device so slow that a chunk is more than one command buffer may be.
+/// 1,000 tokens in chunks, on a device so slow that a chunk is more than one command buffer may be, and some dispatches alone.
 #[test]
 fn a_long_prompt_in_chunks_and_parts() {
     let fixture = Fixture::open("tiny-a");
@@ -129,6 +129,15 @@ fn a_long_prompt_in_chunks_and_parts() {
     assert_eq!(got, run(&mut *reference));
     drop(metal);
     nothing_is_left(&soft);
+    // In time nothing is cut.
+    let (fast, metal) = open(Caps::without_tensors());
+    let mut metal = prepare(metal, model(&fixture), limits(1024, 256));
+    assert_eq!(run(&mut *metal), got);
+    let (cut, whole) = (soft.launches()[0], fast.launches()[0]);
+    println!("{cut} launches in pieces, {whole} whole");
+    assert!(cut > whole, "{cut} and {whole} launches");
+    drop(metal);
+    nothing_is_left(&fast);
 }
 
 fn engine(open: Open) -> Engine {

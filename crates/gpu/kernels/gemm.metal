@@ -22,7 +22,7 @@ FN void gemm_rows(const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE fl
   KERNEL(name, 128, IN(0, uint, slab), IN(1, bf16, x), IN(2, float, residual), OUT(3, uint, out), ARGS(4, GemmArgs, p)) \
   { \
     SHARED(uint, mem, GEMM_WORDS(N)); \
-    gemm_rows<F, N>(slab, x, residual, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
+    gemm_rows<F, N>(slab, x, residual, out, p, mem, p.first[0] + k_group.x, p.first[1] + k_group.y, k_thread.x, k_lane, k_simd); \
   }
 GEMM(gemm_q4_n64, Q4, 64)
 GEMM(gemm_q4_n32, Q4, 32)

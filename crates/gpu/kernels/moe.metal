@@ -36,7 +36,7 @@ FN void experts_in_rows(const DEVICE uint *gate, const DEVICE uint *up, const DE
          ARGS(6, ExpertsInArgs, p)) \
   { \
     SHARED(uint, mem, TILE_WORDS(32, 64)); \
-    experts_in_rows<F>(gate, up, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
+    experts_in_rows<F>(gate, up, x, order, blocks, out, p, mem, k_group.x, p.first + k_group.y, k_thread.x, k_lane, k_simd); \
   }
 EXPERTS_IN(experts_in_q4, Q4)
 EXPERTS_IN(experts_in_q8, Q8)
@@ -63,7 +63,7 @@ FN void experts_out_rows(const DEVICE uint *down, const DEVICE bf16 *x, const DE
   KERNEL(name, 128, IN(0, uint, down), IN(1, bf16, x), IN(2, uint, order), IN(3, uint, blocks), OUT(4, bf16, out), ARGS(5, ExpertsOutArgs, p)) \
   { \
     SHARED(uint, mem, TILE_WORDS(32, 64)); \
-    experts_out_rows<F>(down, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
+    experts_out_rows<F>(down, x, order, blocks, out, p, mem, k_group.x, p.first + k_group.y, k_thread.x, k_lane, k_simd); \
   }
 EXPERTS_OUT(experts_out_q4, Q4)
 EXPERTS_OUT(experts_out_q8, Q8)

@@ -42,7 +42,7 @@ impl Bound<'_> {
         self.plan.value(id).width as u32
     }
 
-    /// The tables of `ids`, for more than a few rows; records their sort if nothing did so before.
+    /// The tables of `ids`, for more rows than are computed one by one; records their sort if nothing did so before.
     fn routes(
         &mut self,
         r: &mut Recorder,
@@ -51,7 +51,7 @@ impl Bound<'_> {
         experts: u32,
     ) -> Option<Routes> {
         let rows = self.rows(c, ids);
-        if moe::few(rows) {
+        if rows <= moe::most_rows(c) {
             return None;
         }
         if let Some((_, routes)) = self.routes.filter(|(id, _)| *id == ids) {
@@ -114,7 +114,7 @@ pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), S
             let (x, out, rows) = (b.value(op.x), b.value(op.out), b.rows(c, op.x));
             elementwise::rms_norm(r, c, x, b.weight(op.weight), op.eps, out, rows);
         }
-        Op::Linear(op) if b.rows(c, op.x) <= gemv::MAX_ROWS => {
+        Op::Linear(op) if b.rows(c, op.x) <= gemv::most_rows(c) => {
             let (weight, rows) = (b.weight(op.weight), b.rows(c, op.x));
             elementwise::supports(weight)?;
             let input = GemvInput { x: b.value(op.x), norm: None, keep: None, rows };

@@ -1,5 +1,7 @@
 //! Matrix products for more rows than a GEMV takes.
 
+use std::mem::offset_of;
+
 use lily_ops::ElementType;
 
 use crate::kernel_args;
@@ -20,6 +22,8 @@ kernel_args! {
         blocks: u32,
         /// 0: bf16, 1: f32, 2: added to an f32 residual.
         store: u32,
+        /// Blocks of columns, and of rows, in front of the dispatch's, where it is one of several.
+        first: [u32; 2],
     }
 
     /// Of `dequantize`.
@@ -77,7 +81,7 @@ pub fn row_blocks(rows: u32, large: u32, adaptive: bool) -> (u32, u32) {
 pub fn tiles(format: u32, rows: u32, columns: u32, profile: &Profile, tuning: &Tuning) -> Tiles {
     let (large, small) = row_blocks(rows, large_rows(profile.platform), tuning.adaptive_tiles);
     let groups = columns.div_ceil(64).saturating_mul(large + small);
-    let narrow = columns <= 32 || groups < 2 * profile.cores;
+    let narrow = columns <= 32 || groups < profile.thresholds.tile_groups * profile.cores;
     let (kernel, columns) = match (format, narrow) {
         (0, false) => ("gemm_q4_n64", 64),
         (0, true) => ("gemm_q4_n32", 32),
@@ -192,10 +196,13 @@ pub fn dense(r: &mut Recorder, c: &Context, scratch: &mut Scratch, product: &Pro
             Binding::new(residual, Access::Read),
             Binding::new(out, Access::Write),
         ],
-        &GemmArgs { w, rows, blocks: tiles.large, store },
+        &GemmArgs { w, rows, blocks: tiles.large, store, first: [0; 2] },
         source.weight.bytes + u64::from(rows) * u64::from(w.cols) * 2 + moved,
     );
     r.worth(results * u64::from(w.cols));
+    // Along the longer side.
+    let rows_longer = usize::from(tiles.large + tiles.small > w.rows.div_ceil(tiles.columns));
+    r.may_cut(rows_longer, offset_of!(GemmArgs, first) + rows_longer * size_of::<u32>());
 }
 
 #[cfg(test)]
