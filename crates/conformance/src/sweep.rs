@@ -32,8 +32,7 @@ const ROWS: &[Row] = &[
     ("norm_groups", &[0, 512], &[decode(1, 40)], true),
     ("tile_groups", &[0, 1024], &[prompt(20, 40)], true),
     ("split_groups", &[1, 16], &[decode(1, 400)], true),
-    // Heads of 256 only.
-    ("fixed_from", &[256], &[decode(1, 400)], false),
+    ("fixed_from", &[256], &[decode(1, 400)], true),
     ("flash_rows", &[8, 16], &[prompt(20, 40)], true),
     ("conv_groups", &[1, 256], &[prompt(40, 64)], true),
     ("scan_groups", &[1, 256], &[prompt(20, 40)], true),

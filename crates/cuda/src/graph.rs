@@ -192,7 +192,8 @@ impl<G> Built<G> {
             None => "its kernels are launched one by one",
         };
         Some(format!(
-            "CUDA made no graph of a step of {kernels} kernels ({why:?}): {instead}, which is slower"
+            "CUDA made no graph of a step of {kernels} kernels ({:?}): {instead}, which is slower",
+            why.0
         ))
     }
 }
