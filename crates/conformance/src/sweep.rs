@@ -45,7 +45,7 @@ pub fn open(driver: Box<dyn Driver>) -> Sweep {
     let fixture = Fixture::open("tiny-c");
     let model = lily_model::load(&fixture.checkpoint, Precision::Standard).expect("it loads");
     let weights: Vec<_> = model.weights.iter().map(|w| w.as_ref()).collect();
-    let sizes = Sizes { rows: 40, context: 512, layers: 2 };
+    let sizes = Sizes { rows: 40, context: 512, layers: 4 };
     Sweep::new(driver, model.plan, &weights, sizes).expect("there is room")
 }
 
