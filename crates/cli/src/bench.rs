@@ -1,6 +1,6 @@
 //! `lily bench`.
 
-mod ablate;
+pub mod ablate;
 mod load;
 mod measure;
 mod options;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use lily_gpu::program::Recording;
 use lily_gpu::report::{StepReport, decode, prefill};
-use lily_gpu::{Profile, Tuning};
+use lily_gpu::{Platform, Profile, Thresholds, Tuning};
 use lily_model::Precision;
 use serde_json::{Value, json};
 
@@ -39,6 +39,10 @@ pub struct PlanArgs {
     #[arg(long, value_name = "SWITCH", value_parser = switch)]
     pub without: Vec<String>,
 
+    /// Another value of a threshold at which policies change, such as split_groups=4; may be given several times.
+    #[arg(long, value_name = "NAME=N", value_parser = threshold)]
+    pub threshold: Vec<(String, u32)>,
+
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,
@@ -54,10 +58,17 @@ fn switch(name: &str) -> Result<String, String> {
     }
 }
 
+fn threshold(text: &str) -> Result<(String, u32), String> {
+    let (name, value) = text.split_once('=').ok_or("NAME=N is needed")?;
+    let value = value.parse().map_err(|_| format!("{value:?} is no whole number"))?;
+    Thresholds::of(Platform::Metal, "").set(name, value)?;
+    Ok((name.to_owned(), value))
+}
+
 /// Runs the command.
 pub fn plan(args: &PlanArgs) -> anyhow::Result<()> {
     let named = Profile::named(&args.device).filter(|_| args.device != "softgpu");
-    let profile = named.ok_or_else(|| {
+    let mut profile = named.ok_or_else(|| {
         Failure::usage(
             format!("there is no GPU {:?} in the list", args.device),
             "there are metal, cuda, m1-max, m2-max, m3-max, m4-max, m5, m5-max and h200",
@@ -68,6 +79,10 @@ pub fn plan(args: &PlanArgs) -> anyhow::Result<()> {
         if args.without.iter().any(|w| w == name) {
             *field(&mut tuning) = false;
         }
+    }
+    for (name, value) in &args.threshold {
+        let set = profile.thresholds.set(name, *value);
+        set.map_err(|why| Failure::usage(why, "see crates/gpu/src/thresholds.rs"))?;
     }
     let (source, plan) = crate::inspect::plan_of(args.model.as_deref(), Precision::Standard)?;
     let wrong = |e: String| {

@@ -149,6 +149,7 @@ fn memory(i: &Inspection) -> String {
     let row = |what: &str, n: u64| vec![what.to_owned(), grouped(n), bytes(n)];
     let mut rows = vec![
         row("weights (mapped from the files)", b.weights),
+        row("of it read once, then dropped at need", b.droppable()),
         row("copies of weights", b.copies),
         row("KV cache", b.kv),
         row("recurrent state", b.state),
@@ -204,6 +205,7 @@ fn as_json(args: &InspectArgs, i: &Inspection, verified: Option<&VerifyReport>) 
             "precise": i.precise,
             "device": i.device,
             "weights": b.weights,
+            "weights_read_once": b.droppable(),
             "copies": b.copies,
             "kv": b.kv,
             "kv_per_token": i.kv_token,

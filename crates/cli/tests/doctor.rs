@@ -3,9 +3,20 @@
 mod common;
 
 use std::fs;
+use std::path::Path;
 
-use common::lily_at;
+use common::{command, isolate, lily_at};
 use serde_json::Value;
+
+/// Writes a program for the shell.
+fn script(path: &Path, text: &str) {
+    fs::write(path, format!("#!/bin/sh\n{text}\n")).unwrap();
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+}
 
 #[test]
 fn the_cpu_passes_its_self_test() {
@@ -46,4 +57,108 @@ fn a_device_that_is_not_there_is_explained() {
         assert!(run.stderr.contains("needs macOS on Apple silicon"), "{run:?}");
         assert!(run.stderr.contains("--device cpu"), "{run:?}");
     }
+}
+
+/// The measurements run to their end on small sizes, each figure by a run of its own, all in one report.
+#[test]
+fn measurements_end_and_stand_in_the_report() {
+    let home = tempfile::tempdir().unwrap();
+    let report = home.path().join("report.json");
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo");
+    let args = [
+        "doctor",
+        "--self-test",
+        "--report",
+        report.to_str().unwrap(),
+        "--measure",
+        demo,
+        "--lengths",
+        "8,16",
+        "--rounds",
+        "1",
+        "--part-seconds",
+        "600",
+    ];
+    let parts = ["checkpoint", "rows", "thresholds", "optimisations", "frontiers"];
+    let args: Vec<&str> =
+        args.into_iter().chain(parts.iter().flat_map(|p| ["--part", *p])).collect();
+    // An interpreter without mlx-lm.
+    let bin = home.path().join("bin");
+    fs::create_dir(&bin).unwrap();
+    script(&bin.join("python3"), "exit 1");
+    let mut command = command(&args);
+    isolate(&mut command, home.path());
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
+    let output = command.env("PATH", path).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let text = fs::read_to_string(&report).unwrap();
+    let report: Value = serde_json::from_str(&text).unwrap();
+    let found: Vec<_> = report["parts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|p| (p["part"].as_str().unwrap(), p["outcome"].as_str().unwrap()))
+        .collect();
+    let want = parts.map(|p| (p, if p == "thresholds" { "left out" } else { "passed" }));
+    assert_eq!(found, want);
+    let figures = |at: usize| &report["parts"][at]["figures"];
+    assert_eq!(figures(1)["steps"].as_array().unwrap().len(), 15);
+    let switches = figures(3)["switches"].as_array().unwrap();
+    assert_eq!(switches.len(), 4);
+    for switch in switches {
+        // Two prompts and two contexts.
+        assert_eq!(switch["measured"]["points"].as_array().unwrap().len(), 4, "{switch}");
+    }
+    let lengths = figures(4)["lengths"].as_array().unwrap();
+    assert_eq!(lengths.len(), 2);
+    for run in lengths {
+        let point = &run["measured"]["points"][0]["engines"][0];
+        assert!(point["tokens_per_second"].as_f64().is_some_and(|s| s > 0.0), "{run}");
+    }
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        stdout.contains("python3 has no mlx_lm") && stdout.contains("without vectors"),
+        "{stdout}"
+    );
+}
+
+/// What takes too long is ended, and what was found before it stays in the report.
+#[test]
+fn a_part_that_takes_too_long_is_unfinished() {
+    let home = tempfile::tempdir().unwrap();
+    let report = home.path().join("report.json");
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo");
+    let (lengths, rounds) = ("8,512", "100000");
+    let args = [
+        "doctor",
+        "--self-test",
+        "--part",
+        "frontiers",
+        "--measure",
+        demo,
+        "--lengths",
+        lengths,
+        "--rounds",
+        rounds,
+        "--part-seconds",
+        "1",
+        "--report",
+        report.to_str().unwrap(),
+    ];
+    let run = lily_at(home.path(), &args);
+    assert_eq!(run.code, Some(0), "{run:?}");
+    assert!(run.stdout.contains("frontiers: unfinished"), "{}", run.stdout);
+    assert!(run.stdout.contains("512 tokens: not measured"), "{}", run.stdout);
+    let report: Value = serde_json::from_str(&fs::read_to_string(report).unwrap()).unwrap();
+    let part = &report["parts"][0];
+    assert_eq!(part["outcome"], "unfinished");
+    assert!(part["figures"]["not_measured"].as_array().is_some_and(|n| !n.is_empty()), "{part}");
+}
+
+#[test]
+fn unknown_parts_are_refused() {
+    let home = tempfile::tempdir().unwrap();
+    let run = lily_at(home.path(), &["doctor", "--self-test", "--part", "weather"]);
+    assert_eq!(run.code, Some(2), "{run:?}");
+    assert!(run.stderr.contains("demo model") && run.stderr.contains("--measure"), "{run:?}");
 }

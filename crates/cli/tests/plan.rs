@@ -27,6 +27,21 @@ fn steps_of_a_config_alone() {
     }
 }
 
+/// A threshold changes what is recorded.
+#[test]
+fn thresholds_can_be_others() {
+    let chunk = |more: &[&str]| -> Value {
+        let args = ["plan", "--context", "64", "--chunk", "8", "--json"];
+        let run = lily(&[&args[..], more].concat());
+        assert_eq!(run.code, Some(0), "{}", run.stderr);
+        let plan: Value = serde_json::from_str(&run.stdout).expect("one JSON object");
+        plan["prefill"].clone()
+    };
+    let now = chunk(&[]);
+    assert_eq!(now, chunk(&["--threshold", "expert_rows=8"]));
+    assert_ne!(now, chunk(&["--threshold", "expert_rows=4"]), "8 rows grouped by expert");
+}
+
 #[test]
 fn what_it_cannot_plan_is_said() {
     let unknown = lily(&["plan", "--device", "abacus"]);
@@ -34,6 +49,13 @@ fn what_it_cannot_plan_is_said() {
     assert!(unknown.stderr.contains("m5-max"), "{}", unknown.stderr);
     let switch = lily(&["plan", "--without", "gravity"]);
     assert!(switch.stderr.contains("fuse_norm"), "{}", switch.stderr);
+    for (given, said) in
+        [("gravity=3", "split_groups"), ("gemv_lanes=5", "power of two"), ("flash_rows", "NAME=N")]
+    {
+        let refused = lily(&["plan", "--threshold", given]);
+        assert_eq!(refused.code, Some(2), "{refused:?}");
+        assert!(refused.stderr.contains(said), "{}", refused.stderr);
+    }
     let off = lily(&["plan", "--without", "concurrent", "--json"]);
     assert_eq!(off.code, Some(0), "{}", off.stderr);
     let plan: Value = serde_json::from_str(&off.stdout).expect("one JSON object");

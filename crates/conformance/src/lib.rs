@@ -2,8 +2,10 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+pub mod gpu;
 #[cfg(all(metal_soft, not(target_os = "macos")))]
 pub mod metal;
+pub mod sweep;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -5,45 +5,17 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use lily_conformance::gpu::device;
 use lily_conformance::{Fixture, argmax_equal, max_abs, read_json};
 use lily_device::{
     Device, Input, Limits, Output, Program, Score, SegmentOut, SlotId, Step, StepError, Ticket,
 };
-use lily_gpu::device::Open;
-use lily_gpu::{GpuDevice, Tuning};
+use lily_gpu::Tuning;
 use lily_model::{Model, Precision};
 use lily_ops::sample::SampleParams;
-use lily_softgpu::{Options, SoftDriver};
 use serde_json::Value;
 
 const SLOT: SlotId = SlotId(0);
-
-/// The host as a device with `mma.sync` and `wgmma`.
-fn units() -> Options {
-    let mut options = Options::default();
-    (options.profile.mma, options.profile.wgmma) = (true, true);
-    options.profile.threadgroup_memory = 48 << 10;
-    options
-}
-
-fn device(tuning: Tuning) -> GpuDevice {
-    let open: Open = match std::env::var("LILY_GPU").as_deref() {
-        Ok("cuda") => Box::new(|| {
-            let options = lily_cuda::Options::default();
-            Ok(Box::new(lily_cuda::CudaDriver::open(options)?))
-        }),
-        #[cfg(not(all(metal_soft, not(target_os = "macos"))))]
-        Ok("metal") => Box::new(lily_metal::open),
-        #[cfg(all(metal_soft, not(target_os = "macos")))]
-        Ok("metal") => lily_conformance::metal::open(lily_softmetal::Caps::without_tensors()).1,
-        // The kernels by matrix units that a CUDA device takes, on the host.
-        Ok("units") => Box::new(|| Ok(Box::new(SoftDriver::new(units())))),
-        Ok(name) => panic!("LILY_GPU={name}; there are cuda, metal and units"),
-        Err(_) => Box::new(|| Ok(Box::new(SoftDriver::new(Options::default())))),
-    };
-    let profile = open().expect("the device opens").profile().clone();
-    GpuDevice::new(profile, tuning, open)
-}
 
 fn prepare(model: Model, tuning: Tuning, limits: Limits) -> Box<dyn Program> {
     device(tuning).prepare(model.plan, model.weights, limits).expect("the plan is prepared")

@@ -1,22 +1,22 @@
 //! Answers of an engine that keeps two steps in flight on the shared GPU kernels: whatever a request asks for, the ids are those of
-//! one step at a time, alone and in company.
+//! one step at a time, alone and in company. With LILY_GPU=cuda or LILY_GPU=metal on the GPU of this machine.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use lily_conformance::Fixture;
+use lily_conformance::gpu::device;
 use lily_engine::{
     Cancel, Engine, EngineOptions, GenerateParams, Generated, LogitBias, Logprobs, Machine,
     SampleParams,
 };
-use lily_gpu::{Driver, GpuDevice, Profile, Tuning};
+use lily_gpu::Tuning;
 use lily_model::{Model, Precision};
 use lily_ops::sample::TokenMask;
 use lily_scheduler::{
     Event, EventStream, Factory, Generator, Request, Scheduler, SchedulerOptions,
 };
-use lily_softgpu::{Options, SoftDriver};
 
 const ONE: EngineOptions = EngineOptions::new(256, 1, PROMPT);
 /// Tokens of a prompt, which fill a chunk, and of an answer.
@@ -27,12 +27,6 @@ fn model() -> (Model, Vec<u32>) {
     let fixture = Fixture::open("tiny-c");
     let model = lily_model::load(&fixture.checkpoint, Precision::Standard).expect("it loads");
     (model, fixture.tokens)
-}
-
-fn device(tuning: Tuning) -> GpuDevice {
-    let profile = Profile::named("softgpu").expect("known");
-    let open = || Ok(Box::new(SoftDriver::new(Options::default())) as Box<dyn Driver>);
-    GpuDevice::new(profile, tuning, Box::new(open))
 }
 
 fn engine(model: &Model, tuning: Tuning, options: EngineOptions) -> Engine {

@@ -1,5 +1,5 @@
 //! Steps whose operations are timed: the same results, and each operation accounted for. On the CPU and on the shared
-//! GPU kernels; with LILY_GPU=cuda on the NVIDIA GPU of this machine.
+//! GPU kernels; with LILY_GPU=cuda or LILY_GPU=metal on the GPU of this machine.
 
 use lily_conformance::Fixture;
 use lily_cpu::{CpuDevice, CpuOptions};
@@ -7,25 +7,14 @@ use lily_device::{
     Device, Input, Limits, Measure, Output, Program, SegmentOut, SlotId, Step, StepError,
 };
 use lily_gpu::program::Recording;
-use lily_gpu::{Driver, GpuDevice, Profile, Tuning};
+use lily_gpu::{GpuDevice, Profile, Tuning};
 use lily_model::Precision;
 use lily_ops::sample::SampleParams;
-use lily_softgpu::{Options, SoftDriver};
 
 const SLOT: SlotId = SlotId(0);
 
 fn gpu() -> GpuDevice {
-    if std::env::var_os("LILY_GPU").is_some_and(|name| name == "cuda") {
-        let open = || lily_cuda::CudaDriver::open(lily_cuda::Options::default());
-        let profile = open().expect("an NVIDIA GPU").profile().clone();
-        return GpuDevice::new(profile, Tuning::default(), Box::new(move || Ok(Box::new(open()?))));
-    }
-    let options = Options::default();
-    let profile = options.profile.clone();
-    let open = move || -> Result<Box<dyn Driver>, lily_gpu::DriverError> {
-        Ok(Box::new(SoftDriver::new(options.clone())))
-    };
-    GpuDevice::new(profile, Tuning::default(), Box::new(open))
+    lily_conformance::gpu::device(Tuning::default())
 }
 
 fn program(device: &dyn Device) -> (Fixture, Box<dyn Program>) {

@@ -131,6 +131,29 @@ fn a_long_prompt_in_chunks_and_parts() {
     nothing_is_left(&soft);
 }
 
+/// A dispatch that alone takes longer than a command buffer may becomes several, which leave the same tokens.
+#[test]
+fn a_dispatch_that_is_too_long_is_cut() {
+    let fixture = Fixture::open("tiny-a");
+    let run = |open: Open| {
+        let mut program = prepare(open, model(&fixture), limits(256, 64));
+        generate(&mut *program, &fixture.tokens, &SampleParams::GREEDY, 2)
+    };
+    let caps = Caps { thread_seconds: 1e-6, ..Caps::without_tensors() };
+    // Times correct a guess by 64 at most: the limit is below that of a launch.
+    let short = lily_metal::Options { part_seconds: 2e-5, ..options(|_| ()) };
+    let (slow, in_pieces) = open_with(caps, short);
+    let (fast, whole) = open(Caps::without_tensors());
+    let want = run(softgpu(&profile(&whole)));
+    assert_eq!(run(in_pieces), want);
+    assert_eq!(run(whole), want);
+    let (pieces, dispatches) = (slow.launches()[0], fast.launches()[0]);
+    println!("{pieces} launches of {dispatches} dispatches");
+    assert!(pieces > dispatches, "{pieces} launches of {dispatches} dispatches");
+    nothing_is_left(&slow);
+    nothing_is_left(&fast);
+}
+
 fn engine(open: Open) -> Engine {
     let (dir, model) = micro();
     let device = GpuDevice::new(profile(&open), Tuning::default(), open);

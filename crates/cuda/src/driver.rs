@@ -8,10 +8,11 @@ use cudarc::driver::result::{self, DriverError as CudaError};
 use cudarc::driver::sys;
 use lily_gpu::{
     Buffer, CommandList, Dispatch, Driver, DriverError, Pipeline, Placement, Platform, Profile,
-    Submission, Text, Timing,
+    Submission, Text, Thresholds, Timing,
 };
 
-use crate::graph::{Graph, Launch};
+use crate::context::{Primary, Stream};
+use crate::graph::{Graph, Launch, build};
 use crate::memory::{Memory, Staging};
 use crate::nvrtc::{Nvrtc, NvrtcError};
 
@@ -27,6 +28,8 @@ pub struct Options {
     pub early_starts: bool,
     /// Where machine code is kept; `None` keeps none.
     pub cache: Option<PathBuf>,
+    /// Told, in one line, what the user should know.
+    pub notify: fn(&str),
 }
 
 impl Default for Options {
@@ -38,6 +41,7 @@ impl Default for Options {
             graphs: true,
             early_starts: true,
             cache: cache.map(|c| c.join("lily").join("cubin")),
+            notify: |line| eprintln!("{line}"),
         }
     }
 }
@@ -55,6 +59,8 @@ struct Known {
     list: Arc<CommandList>,
     graph: Option<Graph>,
     launches: u64,
+    /// There was no memory for its graph, or the driver refused it: it is not tried again.
+    refused: bool,
 }
 
 /// A submission under way.
@@ -67,8 +73,6 @@ struct Flight {
 /// An NVIDIA GPU through the CUDA driver API.
 pub struct CudaDriver {
     options: Options,
-    device: sys::CUdevice,
-    context: sys::CUcontext,
     stream: sys::CUstream,
     capability: (i32, i32),
     profile: Profile,
@@ -81,7 +85,10 @@ pub struct CudaDriver {
     flights: Vec<Flight>,
     events: Vec<sys::CUevent>,
     submissions: u64,
+    notes: Vec<String>,
     lost: Option<String>,
+    /// Given back last.
+    context: Primary,
 }
 
 // SAFETY: handles of the CUDA driver may be used from any thread; each call makes the context current first.
@@ -151,12 +158,9 @@ impl CudaDriver {
     pub fn open(mut options: Options) -> Result<Self, DriverError> {
         let (device, name) = Self::find(options.ordinal).map_err(DriverError::Lost)?;
         let lost = |e: CudaError| DriverError::Lost(unavailable(&name, e));
-        // SAFETY: the device exists; the primary context is released when the driver is dropped.
-        let context = unsafe {
-            let context = result::primary_ctx::retain(device).map_err(lost)?;
-            result::ctx::set_current(context).map_err(lost)?;
-            context
-        };
+        // Given back wherever this ends.
+        let context = Primary::retain(device).map_err(lost)?;
+        context.enter().map_err(lost)?;
         let attribute = |a| {
             // SAFETY: the device exists.
             unsafe { result::device::get_attribute(device, a) }.map_err(lost)
@@ -192,15 +196,13 @@ impl CudaDriver {
             memory,
             bandwidth: 2.0 * clock * width,
             unified: false,
+            thresholds: Thresholds::of(Platform::Cuda, &name),
         };
-        let stream =
-            result::stream::create(result::stream::StreamKind::NonBlocking).map_err(lost)?;
+        let stream = Stream::new().map_err(lost)?;
         let staging = Staging::new().map_err(lost)?;
         Ok(Self {
             options,
-            device,
-            context,
-            stream,
+            stream: stream.keep(),
             capability,
             profile,
             buffers: HashMap::new(),
@@ -212,7 +214,9 @@ impl CudaDriver {
             flights: Vec::new(),
             events: Vec::new(),
             submissions: 0,
+            notes: Vec::new(),
             lost: None,
+            context,
         })
     }
 
@@ -221,9 +225,7 @@ impl CudaDriver {
         if let Some(why) = &self.lost {
             return Err(DriverError::Lost(why.clone()));
         }
-        // SAFETY: retained in `open`.
-        unsafe { result::ctx::set_current(self.context) }
-            .map_err(|e| DriverError::Lost(unavailable(&self.profile.name, e)))
+        self.context.enter().map_err(|e| DriverError::Lost(unavailable(&self.profile.name, e)))
     }
 
     /// An error of a call that runs kernels or copies: CUDA reports a kernel's fault at any later call, and
@@ -355,23 +357,35 @@ impl CudaDriver {
             return graph.run(self.stream);
         }
         // The first time kernel by kernel: a list that runs once needs no graph.
-        let again = known.launches > 1 && self.options.graphs;
+        let again = known.launches > 1 && self.options.graphs && !known.refused;
         let mut stages = self.stages(list).expect("checked by submit");
-        let mut graph = again.then(|| Graph::new(&stages).ok()).flatten();
-        if again && graph.is_none() && self.options.early_starts {
-            stages.iter_mut().flatten().for_each(|launch| launch.early = false);
-            graph = Graph::new(&stages).ok();
-            self.options.early_starts = graph.is_none();
-        }
-        // Without memory for a graph the kernels run one by one.
-        if let Some(graph) = graph {
-            graph.run(self.stream)?;
-            if let Some(known) = self.known.get_mut(&key) {
-                known.graph = Some(graph);
+        if again {
+            let stream = self.stream;
+            let built = build(&mut stages, |stages| Graph::started(stages, stream));
+            if let Some(note) = built.note(list.dispatches.len()) {
+                self.note(note);
             }
-            return Ok(());
+            if let Some(graph) = built.graph {
+                if let Some(known) = self.known.get_mut(&key) {
+                    known.graph = Some(graph);
+                }
+                return Ok(());
+            }
+            if let Some(known) = self.known.get_mut(&key) {
+                known.refused = true;
+            }
         }
         stages.iter().flatten().try_for_each(|launch| launch.run(self.stream))
+    }
+
+    /// Says once what the user should know.
+    fn note(&mut self, line: String) {
+        if self.notes.is_empty() {
+            (self.options.notify)(&line);
+        }
+        if !self.notes.contains(&line) {
+            self.notes.push(line);
+        }
     }
 
     /// Forgets lists that nobody else holds any more.
@@ -531,7 +545,10 @@ impl Driver for CudaDriver {
         if !self.known.contains_key(&key) {
             self.forget_lists();
             self.stages(list)?;
-            self.known.insert(key, Known { list: list.clone(), graph: None, launches: 0 });
+            self.known.insert(
+                key,
+                Known { list: list.clone(), graph: None, launches: 0, refused: false },
+            );
         }
         let ran = (|| {
             let (start, end) = (self.event()?, self.event()?);
@@ -582,6 +599,10 @@ impl Driver for CudaDriver {
         self.buffers.values().map(|m| m.bytes).sum()
     }
 
+    fn notes(&self) -> Vec<String> {
+        self.notes.clone()
+    }
+
     fn available(&self) -> Result<u64, DriverError> {
         self.enter()?;
         let (free, _) = result::mem_get_info()
@@ -595,7 +616,7 @@ impl Drop for CudaDriver {
         // SAFETY: everything was made by this driver in this context; the stream is synchronized first. After a
         // fault these calls fail, which is all the same.
         unsafe {
-            let _ = result::ctx::set_current(self.context);
+            let _ = self.context.enter();
             let _ = result::stream::synchronize(self.stream);
             for (_, known) in self.known.drain() {
                 if let Some(graph) = known.graph {
@@ -614,7 +635,6 @@ impl Drop for CudaDriver {
                 let _ = result::module::unload(module);
             }
             let _ = result::stream::destroy(self.stream);
-            let _ = result::primary_ctx::release(self.device);
         }
     }
 }

@@ -70,6 +70,19 @@ impl Graph {
         }
     }
 
+    /// Builds the graph and launches it: a driver may refuse either.
+    pub fn started(stages: &[Vec<Launch>], stream: sys::CUstream) -> Result<Self, CudaError> {
+        let graph = Self::new(stages)?;
+        match graph.run(stream) {
+            Ok(()) => Ok(graph),
+            Err(e) => {
+                // SAFETY: it was not launched, and its context is current.
+                unsafe { graph.free() };
+                Err(e)
+            }
+        }
+    }
+
     /// # Safety
     /// `graph` is a graph under construction.
     unsafe fn fill(graph: sys::CUgraph, stages: &[Vec<Launch>]) -> Result<(), CudaError> {
@@ -141,5 +154,91 @@ impl Graph {
         unsafe {
             let _ = result::graph::exec_destroy(self.0);
         }
+    }
+}
+
+/// A graph that was built, and what had to be given up for it.
+pub(crate) struct Built<G> {
+    /// The graph; without one the kernels run one by one.
+    pub graph: Option<G>,
+    /// Why none with early starts could be built.
+    refusal: Option<CudaError>,
+}
+
+/// Makes the graph of some stages: with early starts, else without. A refusal is this list's alone: the next one may have room
+/// for its graph, or no early kernel at all.
+pub(crate) fn build<G>(
+    stages: &mut [Vec<Launch>],
+    mut make: impl FnMut(&[Vec<Launch>]) -> Result<G, CudaError>,
+) -> Built<G> {
+    let refusal = match make(stages) {
+        Ok(graph) => return Built { graph: Some(graph), refusal: None },
+        Err(e) => e,
+    };
+    let mut early = false;
+    for launch in stages.iter_mut().flatten() {
+        early |= std::mem::replace(&mut launch.early, false);
+    }
+    let graph = if early { make(stages).ok() } else { None };
+    Built { graph, refusal: Some(refusal) }
+}
+
+impl<G> Built<G> {
+    /// What there is to say of a list of so many kernels.
+    pub fn note(&self, kernels: usize) -> Option<String> {
+        let why = self.refusal.as_ref()?;
+        let instead = match self.graph {
+            Some(_) => "its kernels wait for each other",
+            None => "its kernels are launched one by one",
+        };
+        Some(format!(
+            "CUDA made no graph of a step of {kernels} kernels ({:?}): {instead}, which is slower",
+            why.0
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stages(early: bool) -> Vec<Vec<Launch>> {
+        let launch = |early| Launch {
+            function: std::ptr::null_mut(),
+            groups: [1; 3],
+            threads: 32,
+            buffers: Vec::new(),
+            args: Vec::new(),
+            shared: 0,
+            early,
+        };
+        vec![vec![launch(false)], vec![launch(early)]]
+    }
+
+    const REFUSED: CudaError = CudaError(sys::CUresult::CUDA_ERROR_NOT_SUPPORTED);
+
+    /// What is built, how often it was tried, and whether something is said, if graphs with early starts and those without
+    /// can be made.
+    fn built(early: bool, with: bool, without: bool) -> (Option<bool>, usize, bool) {
+        let mut tries = 0;
+        let built = build(&mut stages(early), |stages: &[Vec<Launch>]| {
+            tries += 1;
+            let early = stages.iter().flatten().any(|l| l.early);
+            if if early { with } else { without } { Ok(early) } else { Err(REFUSED) }
+        });
+        let said = built.note(2).is_some();
+        (built.graph, tries, said)
+    }
+
+    #[test]
+    fn a_graph_is_built_without_early_starts_where_it_must_be() {
+        assert_eq!(built(true, true, true), (Some(true), 1, false));
+        assert_eq!(built(true, false, true), (Some(false), 2, true));
+        assert_eq!(built(true, false, false), (None, 2, true));
+        // Without an early kernel a second try would be the same.
+        assert_eq!(built(false, true, true), (Some(false), 1, false));
+        assert_eq!(built(false, true, false), (None, 1, true));
+        // One list's refusal is no other's.
+        assert_eq!(built(true, true, true), (Some(true), 1, false));
     }
 }

@@ -5,6 +5,7 @@
 //! kept as machine code on disk.
 #![deny(missing_docs)]
 
+mod context;
 mod driver;
 mod graph;
 mod memory;

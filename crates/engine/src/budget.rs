@@ -34,9 +34,20 @@ impl Budget {
             .fold(self.copies, u64::saturating_add)
     }
 
-    /// Everything.
+    /// Mapped weights that are read for every token. What the device has copied was read once: the system takes its pages
+    /// when memory is short.
+    pub fn mapped(&self) -> u64 {
+        self.weights.saturating_sub(self.copies)
+    }
+
+    /// Mapped weights that were read once.
+    pub fn droppable(&self) -> u64 {
+        self.weights - self.mapped()
+    }
+
+    /// Everything that must stay in memory.
     pub fn total(&self) -> u64 {
-        self.weights.saturating_add(self.anonymous())
+        self.mapped().saturating_add(self.anonymous())
     }
 
     /// What the device allocates: everything but snapshots and logits.
@@ -44,8 +55,9 @@ impl Budget {
         [self.kv, self.state, self.scratch].into_iter().fold(self.copies, u64::saturating_add)
     }
 
-    /// Compares with what the machine has, and the device where that is less. Weights beyond the host's memory
-    /// would be read from the disk again for every token, so there they count although they are not allocated.
+    /// Compares with what the machine has, and the device where that is less. Mapped weights beyond the host's memory
+    /// would be read from the disk again for every token, so they count although they are not allocated, unless copies
+    /// serve in their place.
     ///
     /// # Errors
     /// It does not fit.
@@ -97,8 +109,8 @@ pub struct MemoryRefusal {
 impl MemoryRefusal {
     /// Whether no context is short enough.
     fn by_weights(&self) -> bool {
-        let Budget { weights, copies, .. } = self.budget;
-        let on_host = self.machine.total.is_some_and(|t| weights.saturating_add(copies) > t);
+        let (mapped, copies) = (self.budget.mapped(), self.budget.copies);
+        let on_host = self.machine.total.is_some_and(|t| mapped.saturating_add(copies) > t);
         match self.limit {
             MemoryLimit::Host => on_host,
             MemoryLimit::HostWithin(bytes) => on_host || copies > bytes,
@@ -112,6 +124,7 @@ impl fmt::Display for MemoryRefusal {
         let b = &self.budget;
         write!(f, "weights {}", Bytes(b.weights))?;
         if b.copies > 0 {
+            write!(f, " (mapped; {} of it read once)", Bytes(b.droppable()))?;
             write!(f, ", copies of weights {}", Bytes(b.copies))?;
         }
         write!(
@@ -193,10 +206,14 @@ mod tests {
         assert_eq!(need().check(&machine(23 * G, 3 * G), MemoryLimit::Host), Ok(()));
         assert!(need().check(&machine(23 * G - 1, 3 * G), MemoryLimit::Host).is_err());
         assert!(need().check(&machine(23 * G, 3 * G - 1), MemoryLimit::Host).is_err());
-        // Copies are allocated: they count twice over the mapped weights.
+        // Copies are allocated, and the mapped weights are in nobody's way.
         let copied = Budget { copies: 20 * G, ..need() };
+        assert_eq!((copied.mapped(), copied.droppable(), copied.total()), (0, 20 * G, 23 * G));
         assert!(copied.check(&machine(64 * G, 22 * G), MemoryLimit::Host).is_err());
-        assert_eq!(copied.check(&machine(64 * G, 23 * G), MemoryLimit::Host), Ok(()));
+        assert_eq!(copied.check(&machine(23 * G, 23 * G), MemoryLimit::Host), Ok(()));
+        // Copies of some: the others stay mapped.
+        let some = Budget { copies: 5 * G, ..need() };
+        assert_eq!((some.mapped(), some.droppable(), some.total()), (15 * G, 5 * G, 23 * G));
         for more in [Budget { snapshots: G, ..need() }, Budget { logits: G, ..need() }] {
             assert_eq!(more.anonymous(), 4 * G);
             assert_eq!(more.check(&machine(24 * G, 4 * G), MemoryLimit::Host), Ok(()));
@@ -257,6 +274,11 @@ mod tests {
 
     #[test]
     fn a_device_that_may_take_part_of_the_hosts_memory() {
+        // 20 GiB of weights copied once on a machine of 32: the copies and the mapped files need not fit together.
+        let copied = Budget { copies: 20 * G, ..need() };
+        let small = machine(32 * G, 24 * G);
+        assert_eq!(copied.check(&small, MemoryLimit::HostWithin(24 * G)), Ok(()));
+        assert!(copied.check(&small, MemoryLimit::HostWithin(22 * G)).is_err());
         let host = machine(64 * G, 32 * G);
         assert_eq!(need().check(&host, MemoryLimit::HostWithin(3 * G)), Ok(()));
         let refusal = need().check(&host, MemoryLimit::HostWithin(2 * G)).unwrap_err();

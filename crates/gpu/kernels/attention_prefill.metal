@@ -60,7 +60,7 @@ template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf
       IN(5, SegmentEntry, segments), OUT(6, bf16, out), ARGS(7, AttentionArgs, p)) \
   { \
     SHARED(uint, mem, FLASH_WORDS); \
-    flash_attention<RT>(q, keys, values, pages, headers, segments, out, p, mem, k_groups.x - 1 - k_group.x, k_group.y, \
+    flash_attention<RT>(q, keys, values, pages, headers, segments, out, p, mem, p.tiles - 1 - p.first - k_group.x, k_group.y, \
         k_thread.x, k_lane, k_simd); \
   }
 FLASH_ATTENTION(flash_attention_16, 2)

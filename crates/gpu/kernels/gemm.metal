@@ -8,6 +8,8 @@ template <class Kind>
 FN void gemm_rows(Kind kind, const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE float *residual, DEVICE uint *out, CONSTANT GemmArgs &p,
                   TG uint *mem, uint column_block, uint row_block, uint tid, uint lane, uint simd)
 {
+  column_block += p.first[0];
+  row_block += p.first[1];
   const bool tail = row_block >= p.blocks;
   const uint first = tail ? p.blocks * large_rows(kind) + (row_block - p.blocks) * 16 : row_block * large_rows(kind);
   const uint rows = min(p.rows - first, tail ? 16u : large_rows(kind)), col = column_block * Kind::COLUMNS;

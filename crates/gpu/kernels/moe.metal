@@ -20,7 +20,7 @@ FN void experts_in_rows(Kind kind, const DEVICE uint *gate, const DEVICE uint *u
                         const DEVICE uint *blocks, DEVICE bf16 *out, CONSTANT ExpertsInArgs &p, TG uint *mem, uint column_block,
                         uint block, uint tid, uint lane, uint simd)
 {
-  const RoutedBlock b = routed_block(blocks, block);
+  const RoutedBlock b = routed_block(blocks, p.first + block);
   if (b.there == 0) return;   // for the whole threadgroup
   const DEVICE uint *list = order + b.first;
   const uint col = column_block * (Kind::COLUMNS / 2);
@@ -49,7 +49,7 @@ FN void experts_out_rows(Kind kind, const DEVICE uint *down, const DEVICE bf16 *
                          DEVICE bf16 *out, CONSTANT ExpertsOutArgs &p, TG uint *mem, uint column_block, uint block, uint tid,
                          uint lane, uint simd)
 {
-  const RoutedBlock b = routed_block(blocks, block);
+  const RoutedBlock b = routed_block(blocks, p.first + block);
   if (b.there == 0) return;   // for the whole threadgroup
   const DEVICE uint *list = order + b.first;
   const uint col = column_block * Kind::COLUMNS;

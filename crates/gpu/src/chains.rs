@@ -92,7 +92,7 @@ fn projections(
 ) -> Result<bool, String> {
     use gemv::Epilogue;
     let rows = b.rows(c, norm.x);
-    if rows > gemv::MAX_ROWS {
+    if rows > gemv::most_rows(c) {
         return Ok(false);
     }
     let b = &*b;
@@ -124,7 +124,7 @@ fn projections(
     }
     let (x, normed) = (b.value(norm.x), b.value(norm.out));
     let weight = b.weight(norm.weight);
-    let simdgroups = outputs.iter().map(|o| gemv::simdgroups(o.weight)).sum();
+    let simdgroups = outputs.iter().map(|o| gemv::simdgroups(c.profile, o.weight)).sum();
     let fused = gemv::fuses_norm(c.profile, rows, simdgroups, b.width(norm.x));
     if !fused {
         elementwise::rms_norm(r, c, x, weight, norm.eps, normed, rows);
@@ -201,7 +201,7 @@ fn project_add(
     let rows = b.rows(c, linear.x);
     let weight = &b.weights[linear.weight.0 as usize];
     let (x, residual, out) = (b.value(linear.x), b.value(add.a), b.value(add.out));
-    if rows <= gemv::MAX_ROWS {
+    if rows <= gemv::most_rows(c) {
         let epilogue = gemv::Epilogue::AddTo(residual);
         let input = GemvInput { x, norm: None, keep: None, rows };
         gemv::gemv(r, c, input, &[GemvOutput { weight, out, epilogue }]);

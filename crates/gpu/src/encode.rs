@@ -4,8 +4,8 @@ use lily_ops::{ElementType, Op, Plan, ValueId, WeightId, ops};
 
 use crate::kernels::attention::{Attend, Prep, attention, attention_prep, attention_scratch_bytes};
 use crate::kernels::common::{Context, DeviceWeight};
+use crate::kernels::gemm::RowBlocks;
 use crate::kernels::gemv::{self, Epilogue, GemvInput, GemvOutput};
-use crate::kernels::gemm::Cut;
 use crate::kernels::route::Routes;
 use crate::kernels::{delta, elementwise, gemm, moe, route};
 use crate::list::{HostRoute, Operand, Recorder};
@@ -43,7 +43,7 @@ impl Bound<'_> {
         self.plan.value(id).width as u32
     }
 
-    /// The tables of `ids`, for more than a few rows; records their sort if nothing did so before.
+    /// The tables of `ids`, for more rows than are computed one by one; records their sort if nothing did so before.
     fn routes(
         &mut self,
         r: &mut Recorder,
@@ -52,7 +52,7 @@ impl Bound<'_> {
         experts: u32,
     ) -> Option<Routes> {
         let rows = self.rows(c, ids);
-        if moe::few(rows) {
+        if rows <= moe::most_rows(c) {
             return None;
         }
         if let Some((_, routes)) = self.routes.filter(|(id, _)| *id == ids) {
@@ -62,7 +62,7 @@ impl Bound<'_> {
         let routes = match c.tuning.gpu_routing {
             true => route::route(r, c, self.scratch, self.value(ids), entries, experts),
             false => {
-                let cut = Cut::of(c.profile, c.tuning);
+                let cut = RowBlocks::of(c.profile, c.tuning);
                 let routes = Routes::take(self.scratch, entries, experts, cut);
                 let (order, blocks) = (routes.order, routes.blocks);
                 let ids = self.value(ids);
@@ -115,7 +115,7 @@ pub fn op(r: &mut Recorder, c: &Context, b: &mut Bound, op: &Op) -> Result<(), S
             let (x, out, rows) = (b.value(op.x), b.value(op.out), b.rows(c, op.x));
             elementwise::rms_norm(r, c, x, b.weight(op.weight), op.eps, out, rows);
         }
-        Op::Linear(op) if b.rows(c, op.x) <= gemv::MAX_ROWS => {
+        Op::Linear(op) if b.rows(c, op.x) <= gemv::most_rows(c) => {
             let (weight, rows) = (b.weight(op.weight), b.rows(c, op.x));
             elementwise::supports(weight)?;
             let input = GemvInput { x: b.value(op.x), norm: None, keep: None, rows };

@@ -6,7 +6,7 @@ use lily_ops::ElementType;
 
 use crate::args::KernelArgs;
 use crate::driver::{Buffer, Pipeline};
-use crate::kernels::gemm::Cut;
+use crate::kernels::gemm::RowBlocks;
 
 /// A range of a buffer that holds elements of one type.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -95,9 +95,35 @@ pub struct Dispatch {
     pub traffic: u64,
     /// Multiply-adds, where they and not the bytes may decide how long it takes; else 0.
     pub work: u64,
+    /// How several dispatches can do what this one does, where it may take long; they write apart.
+    pub cut: Option<Cut>,
+}
+
+/// Along which dimension a grid can be cut, and where the number of a part's first threadgroup stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// The dimension.
+    pub dimension: usize,
+    /// Byte of the arguments at which a u32 counts the threadgroups in front of the part's.
+    pub at: usize,
 }
 
 impl Dispatch {
+    /// Parts that it can be cut into at most.
+    pub fn most_parts(&self) -> u32 {
+        self.cut.map_or(1, |cut| self.groups[cut.dimension])
+    }
+
+    /// A dispatch of some of the threadgroups along the dimension that it can be cut in.
+    pub fn part(&self, groups: Range<u32>) -> Self {
+        let mut part = self.clone();
+        if let Some(Cut { dimension, at }) = self.cut {
+            part.groups[dimension] = groups.len() as u32;
+            part.args[at..at + 4].copy_from_slice(&groups.start.to_ne_bytes());
+        }
+        part
+    }
+
     fn conflicts(&self, other: &Self) -> bool {
         self.bindings.iter().any(|a| other.bindings.iter().any(|b| a.conflicts(b)))
     }
@@ -135,7 +161,7 @@ pub struct HostRoute {
     /// Experts.
     pub experts: u32,
     /// How an expert's rows are cut into blocks.
-    pub cut: Cut,
+    pub cut: RowBlocks,
 }
 
 impl CommandList {
@@ -198,13 +224,26 @@ pub struct Recorder {
     pub layer: Option<u32>,
     /// Where the host steps in.
     pub breaks: Vec<(usize, HostRoute)>,
+    /// Whether the last launch had no threadgroups and was left out.
+    pub left_out: bool,
 }
 
 impl Recorder {
+    fn last(&mut self) -> Option<&mut Dispatch> {
+        if self.left_out { None } else { self.dispatches.last_mut() }
+    }
+
     /// The dispatch recorded last takes this many multiply-adds: see [`Dispatch::work`].
     pub fn worth(&mut self, multiply_adds: u64) {
-        if let Some(dispatch) = self.dispatches.last_mut() {
+        if let Some(dispatch) = self.last() {
             dispatch.work = multiply_adds;
+        }
+    }
+
+    /// The dispatch recorded last can be cut: see [`Dispatch::cut`].
+    pub fn may_cut(&mut self, dimension: usize, at: usize) {
+        if let Some(dispatch) = self.last() {
+            dispatch.cut = Some(Cut { dimension, at });
         }
     }
 
@@ -225,7 +264,8 @@ impl Recorder {
         traffic: u64,
     ) {
         debug_assert!(threads.is_multiple_of(32) && threads > 0, "{kernel}: {threads} threads");
-        if groups.contains(&0) {
+        self.left_out = groups.contains(&0);
+        if self.left_out {
             return;
         }
         let args = bytemuck::bytes_of(args).to_vec();
@@ -240,6 +280,7 @@ impl Recorder {
             args,
             traffic,
             work: 0,
+            cut: None,
         });
     }
 
@@ -292,6 +333,32 @@ mod tests {
         assert_eq!(list(true, &[(0, 16), (0, 16)]), [0, 1]);
         assert_eq!(list(true, &[(0, 8), (0, 16)]), [0, 1], "overlapping ranges");
         assert_eq!(list(false, &[(0, 16), (0, 32)]), [0, 1]);
+    }
+
+    #[test]
+    fn parts_of_a_dispatch_are_the_dispatch() {
+        kernel_args! {
+            /// Where the first threadgroup's number stands second.
+            pub struct CutArgs { size: u32, first: u32 }
+        }
+        let mut r = Recorder::default();
+        let args = CutArgs { size: 7, first: 0 };
+        r.dispatch("k", [3, 10, 1], 32, vec![], &args, 0);
+        assert_eq!(r.dispatches[0].most_parts(), 1);
+        r.may_cut(1, std::mem::offset_of!(CutArgs, first));
+        // One that was left out takes nothing from the one before it.
+        r.dispatch("k", [0, 1, 1], 32, vec![], &args, 0);
+        r.may_cut(0, 0);
+        r.worth(3);
+        let whole = &r.dispatches[0];
+        assert_eq!((whole.most_parts(), whole.work), (10, 0));
+        assert_eq!(whole.part(0..10), *whole);
+        let part = whole.part(4..6);
+        assert_eq!(part.groups, [3, 2, 1]);
+        assert_eq!(
+            bytemuck::pod_read_unaligned::<CutArgs>(&part.args),
+            CutArgs { first: 4, ..args }
+        );
     }
 
     #[test]

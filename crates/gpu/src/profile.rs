@@ -1,5 +1,7 @@
 //! What is known of a device before a kernel runs: the input of every policy.
 
+use crate::thresholds::Thresholds;
+
 /// Which platform header a kernel text begins with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Platform {
@@ -41,6 +43,8 @@ pub struct Profile {
     pub bandwidth: f64,
     /// Whether host and device share one memory.
     pub unified: bool,
+    /// Where policies change from one form to another.
+    pub thresholds: Thresholds,
 }
 
 impl Profile {
@@ -60,6 +64,7 @@ impl Profile {
             memory: memory / 4 * 3,
             bandwidth: bandwidth * 1e9,
             unified: true,
+            thresholds: Thresholds::of(platform, name),
         };
         Some(match name {
             "m1-max" => metal("Apple M1 Max", 32, gib(64), 400.0, Platform::Metal),
@@ -81,6 +86,7 @@ impl Profile {
                 memory: gib(139),
                 bandwidth: 4.65e12,
                 unified: false,
+                thresholds: Thresholds::of(Platform::Cuda, "NVIDIA H200"),
             },
             "softgpu" => Self {
                 name: "host, thread by thread".into(),
@@ -95,6 +101,7 @@ impl Profile {
                 memory: gib(16),
                 bandwidth: 10e9,
                 unified: true,
+                thresholds: Thresholds::of(Platform::Host, ""),
             },
             _ => return None,
         })

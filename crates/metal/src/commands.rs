@@ -1,7 +1,6 @@
 //! Command buffers: a part of a list each, in one concurrent encoder with barriers where stages meet.
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -17,6 +16,7 @@ use objc2_metal::{
 
 use crate::buffers::{Memory, Pending, Residency, Staging};
 use crate::completion::{Completions, Failure, Outcome};
+use crate::estimate::Piece;
 use crate::pipelines::{Kernel, text_of};
 
 /// Command buffers that may be under way: those of two long prefill steps.
@@ -40,8 +40,8 @@ pub(crate) struct Queue {
 pub(crate) struct Part<'a> {
     pub number: u64,
     pub list: &'a CommandList,
-    /// Its dispatches.
-    pub range: Range<usize>,
+    /// Its dispatches, or pieces of them.
+    pub pieces: &'a [Piece],
     pub kernels: &'a [Kernel],
     pub buffers: &'a HashMap<Buffer, Memory>,
     pub staging: &'a Staging,
@@ -134,13 +134,23 @@ impl Queue {
             encoder.waitForFence(&self.fence);
         }
         let mut bound = Bound::default();
-        for i in part.range.clone() {
-            if i > part.range.start && part.list.stages.binary_search(&i).is_ok() {
+        let mut before = None;
+        for piece in part.pieces {
+            let i = piece.dispatch;
+            // Pieces of one dispatch write apart.
+            let begins = before.replace(i).is_some_and(|last| last != i);
+            if begins && part.list.stages.binary_search(&i).is_ok() {
                 encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
             }
-            let dispatch = &part.list.dispatches[i];
+            let whole = &part.list.dispatches[i];
             let kernel = &part.kernels[part.list.pipelines[i].0 as usize];
-            bound.launch(&encoder, dispatch, kernel, part.buffers);
+            match piece.groups.len() as u32 == whole.most_parts() {
+                true => bound.launch(&encoder, whole, kernel, part.buffers),
+                false => {
+                    let cut = whole.part(piece.groups.clone());
+                    bound.launch(&encoder, &cut, kernel, part.buffers);
+                }
+            }
         }
         encoder.updateFence(&self.fence);
         self.fenced = true;

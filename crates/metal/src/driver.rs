@@ -1,5 +1,4 @@
 use std::collections::{HashMap, VecDeque};
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use crate::buffers::{Memory, Pending, Residency, Staging};
 use crate::commands::{MOST_ARGUMENTS, MOST_BINDINGS, Part, Queue};
 use crate::completion::{Completions, Failure, Outcome, Verdict};
 use crate::device::{Device, Options, TensorUse, facts};
-use crate::estimate::{Cost, Estimator, split};
+use crate::estimate::{Cost, Estimator, Piece, command_buffers};
 use crate::family::{Offers, macs_per_second, may_use_tensors, profile};
 use crate::pipelines::{Compiled, key_of};
 use crate::residency::Room;
@@ -325,27 +324,26 @@ impl MetalDriver {
         Ok(())
     }
 
-    /// Cuts a list into parts by time: their dispatches, and what each pipeline in them should take.
-    fn parts(&self, list: &CommandList) -> Vec<(Range<usize>, Shares)> {
+    /// Cuts a list into parts by time: their dispatches or pieces of them, and what each pipeline in them should take.
+    fn parts(&self, list: &CommandList) -> Vec<(Vec<Piece>, Shares)> {
         let costs = list.dispatches.iter().zip(&list.pipelines).map(|(d, p)| {
             let cost = Cost { pipeline: p.0, traffic: d.traffic, work: d.work };
-            self.estimator.seconds(&cost)
+            (self.estimator.seconds(&cost), d.most_parts())
         });
-        let seconds: Vec<f64> = costs.collect();
-        let stages: Vec<_> = list.stages().collect();
-        let parts = split(&seconds, &stages, self.options.part_seconds);
+        let costs: Vec<(f64, u32)> = costs.collect();
+        let parts = command_buffers(&costs, list.stages(), self.options.part_seconds);
         parts
             .into_iter()
-            .map(|range| {
+            .map(|pieces| {
                 let mut shares = Shares::new();
-                for i in range.clone() {
-                    let pipeline = list.pipelines[i].0;
+                for piece in &pieces {
+                    let pipeline = list.pipelines[piece.dispatch].0;
                     match shares.iter_mut().find(|(p, _)| *p == pipeline) {
-                        Some((_, sum)) => *sum += seconds[i],
-                        None => shares.push((pipeline, seconds[i])),
+                        Some((_, sum)) => *sum += piece.seconds,
+                        None => shares.push((pipeline, piece.seconds)),
                     }
                 }
-                (range, shares)
+                (pieces, shares)
             })
             .collect()
     }
@@ -354,12 +352,12 @@ impl MetalDriver {
         let number = self.submissions;
         let mut flight = Flight { number, segments: Vec::new(), writes: Vec::new() };
         let mut error = None;
-        for (range, shares) in self.parts(list) {
+        for (pieces, shares) in self.parts(list) {
             let writes = std::mem::take(&mut self.staging.pending);
             let part = Part {
                 number: self.committed + 1,
                 list,
-                range,
+                pieces: &pieces,
                 kernels: &self.compiled.kernels,
                 buffers: &self.buffers,
                 staging: &self.staging,

@@ -64,9 +64,55 @@ impl Estimator {
     }
 }
 
+/// Threadgroups of a dispatch, along the dimension that it can be cut in.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Piece {
+    /// The dispatch.
+    pub dispatch: usize,
+    /// Its threadgroups; all of one that cannot be cut.
+    pub groups: Range<u32>,
+    /// What they are expected to take.
+    pub seconds: f64,
+}
+
+/// The pieces of a dispatch of these `seconds`, of at most `limit` seconds each where its threadgroups (`most_parts` along the
+/// dimension that it can be cut in) allow.
+fn pieces(dispatch: usize, seconds: f64, most_parts: u32, limit: f64) -> Vec<Piece> {
+    let fit = (f64::from(most_parts) * limit / seconds.max(1e-12)).floor();
+    let each = if fit >= 1.0 { fit.min(f64::from(most_parts)) as u32 } else { 1 };
+    let piece = |start: u32| {
+        let end = (start + each).min(most_parts);
+        let share = f64::from(end - start) / f64::from(most_parts);
+        Piece { dispatch, groups: start..end, seconds: seconds * share }
+    };
+    (0..most_parts).step_by(each as usize).map(piece).collect()
+}
+
+/// Cuts a list of dispatches (seconds, most parts), in `stages`, into command buffers of at most `limit` seconds each, as far as they can be
+/// cut: a dispatch that alone takes longer becomes several.
+pub fn command_buffers(
+    dispatches: &[(f64, u32)],
+    stages: impl Iterator<Item = Range<usize>>,
+    limit: f64,
+) -> Vec<Vec<Piece>> {
+    let mut all: Vec<Piece> = Vec::new();
+    let mut stages_of_pieces = Vec::new();
+    for stage in stages {
+        let first = all.len();
+        for i in stage {
+            let (seconds, most_parts) = dispatches[i];
+            all.extend(pieces(i, seconds, most_parts, limit));
+        }
+        stages_of_pieces.push(first..all.len());
+    }
+    let seconds: Vec<f64> = all.iter().map(|p| p.seconds).collect();
+    let parts = split(&seconds, &stages_of_pieces, limit);
+    parts.into_iter().map(|part| all[part].to_vec()).collect()
+}
+
 /// Cuts dispatches of these `seconds`, in `stages` (the first of each), into parts of at most `limit` seconds each: between
-/// stages where that is possible, within a stage where the stage alone takes longer. A dispatch is never cut.
-pub fn split(seconds: &[f64], stages: &[Range<usize>], limit: f64) -> Vec<Range<usize>> {
+/// stages where that is possible, within a stage where the stage alone takes longer.
+fn split(seconds: &[f64], stages: &[Range<usize>], limit: f64) -> Vec<Range<usize>> {
     let mut parts: Vec<Range<usize>> = Vec::new();
     let (mut first, mut spent) = (0, 0.0);
     for stage in stages {
@@ -107,13 +153,52 @@ mod tests {
             (&[0.5, 0.4, 0.4], &[0..1, 1..3], &[0..1, 1..3]),
             // In the middle of a stage that does not.
             (&[0.1, 0.6, 0.6, 0.1], &[0..1, 1..3, 3..4], &[0..1, 1..2, 2..4]),
-            // One dispatch is never cut.
+            // One that is longer alone is a part of its own.
             (&[0.1, 5.0, 0.1, 0.1], &[0..1, 1..2, 2..3, 3..4], &[0..1, 1..2, 2..4]),
             (&[3.0, 3.0], &[0..2], &[0..1, 1..2]),
         ];
         for (seconds, stages, want) in table {
             assert_eq!(split(seconds, stages, 1.0), *want, "{seconds:?} {stages:?}");
         }
+    }
+
+    #[test]
+    fn a_dispatch_that_is_too_long_is_cut() {
+        // Seconds and threadgroups of one dispatch, threadgroups of its pieces at a limit of 1.
+        let table: &[(f64, u32, &[Range<u32>])] = &[
+            (0.5, 8, &[0..8]),
+            (1.0, 8, &[0..8]),
+            (2.0, 8, &[0..4, 4..8]),
+            (2.1, 8, &[0..3, 3..6, 6..8]),
+            // No finer than its threadgroups.
+            (9.0, 3, &[0..1, 1..2, 2..3]),
+            (9.0, 1, &[0..1]),
+            (0.0, 4, &[0..4]),
+        ];
+        for (seconds, groups, want) in table {
+            let got = pieces(3, *seconds, *groups, 1.0);
+            let ranges: Vec<_> = got.iter().map(|p| p.groups.clone()).collect();
+            assert_eq!(ranges, *want, "{seconds} in {groups}");
+            let sum: f64 = got.iter().map(|p| p.seconds).sum();
+            assert!((sum - seconds).abs() < 1e-9);
+        }
+    }
+
+    #[test]
+    fn pieces_keep_to_their_stages() {
+        let dispatches = [(0.2, 1), (2.5, 10), (0.1, 1), (0.3, 4)];
+        let buffers = command_buffers(&dispatches, [0..1, 1..3, 3..4].into_iter(), 1.0);
+        let text: Vec<Vec<(usize, Range<u32>)>> = buffers
+            .iter()
+            .map(|b| b.iter().map(|p| (p.dispatch, p.groups.clone())).collect())
+            .collect();
+        let want = [
+            vec![(0, 0..1)],
+            vec![(1, 0..4)],
+            vec![(1, 4..8)],
+            vec![(1, 8..10), (2, 0..1), (3, 0..4)],
+        ];
+        assert_eq!(text, want);
     }
 
     #[test]

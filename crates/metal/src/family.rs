@@ -1,6 +1,6 @@
 //! What is known of Apple's GPUs by name and family, and what each system version offers.
 
-use lily_gpu::{Platform, Profile};
+use lily_gpu::{Platform, Profile, Thresholds};
 
 use crate::residency::Room;
 use crate::system::System;
@@ -115,9 +115,10 @@ fn chip(facts: &Facts) -> (u32, f64) {
 /// The profile of a device. `tensors`: whether its texts may use tensor operations.
 pub fn profile(facts: &Facts, system: &System, room: &Room, tensors: bool) -> Profile {
     let (cores, bandwidth) = chip(facts);
+    let platform = if tensors { Platform::MetalTensor } else { Platform::Metal };
     Profile {
         name: facts.name.clone(),
-        platform: if tensors { Platform::MetalTensor } else { Platform::Metal },
+        platform,
         mma: false,
         wgmma: false,
         cores: system.gpu_cores.unwrap_or(cores),
@@ -128,6 +129,7 @@ pub fn profile(facts: &Facts, system: &System, room: &Room, tensors: bool) -> Pr
         memory: room.bytes(),
         bandwidth: bandwidth * 1e9,
         unified: facts.unified,
+        thresholds: Thresholds::of(platform, facts.name.trim()),
     }
 }
 

@@ -98,7 +98,7 @@ fn product(
             Binding::new(out, Access::Write),
         ];
         let groups = [columns.div_ceil(64), blocks + tail, 1];
-        let args = GemmArgs { w, rows, blocks, store: 1 };
+        let args = GemmArgs { w, rows, blocks, store: 1, first: [0; 2] };
         recorder.dispatch(kernel, groups, 128, bindings, &args, out_bytes + x.bytes + slab.bytes);
         recorder.worth(u64::from(rows) * u64::from(columns) * u64::from(inner));
     }

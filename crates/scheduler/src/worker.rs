@@ -294,7 +294,8 @@ impl Worker {
         self.shared.running.store(self.running.len(), Ordering::Release);
         let budget = self.engine.as_ref().map(Engine::budget).unwrap_or_default();
         let uses = [
-            ("weights", budget.weights.saturating_add(budget.copies)),
+            ("weights", budget.mapped().saturating_add(budget.copies)),
+            ("weights_read_once", budget.droppable()),
             ("kv", budget.kv),
             ("state", budget.state),
             ("scratch", budget.scratch),

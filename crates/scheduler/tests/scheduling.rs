@@ -375,7 +375,8 @@ fn the_heartbeat_tells_a_step_that_hangs() {
     let status = rig.scheduler.status();
     assert_eq!(status.limits, Limits { context: 1024, parallel: SLOTS, queue: 64 });
     let purposes: Vec<&str> = status.memory.iter().map(|m| m.purpose).collect();
-    assert_eq!(purposes, ["weights", "kv", "state", "scratch", "prefix_cache"]);
+    let want = ["weights", "weights_read_once", "kv", "state", "scratch", "prefix_cache"];
+    assert_eq!(purposes, want);
     assert!(status.steps > 0);
 }
 

@@ -7,11 +7,13 @@ use std::sync::Arc;
 use half::bf16;
 use lily_gpu::conformance::for_gpu;
 use lily_gpu::evaluate::evaluate;
-use lily_gpu::kernels::attention::decode::{attention_decode_from, attention_scratch_bytes_from};
-use lily_gpu::kernels::attention::{Attend, attention_prefill};
+use lily_gpu::kernels::attention::{
+    Attend, attention_decode, attention_prefill, attention_scratch_bytes,
+};
 use lily_gpu::kernels::common::{Context, SegmentEntry, SlotHeader, StepShape, Tables};
 use lily_gpu::{
-    Buffer, Driver, Operand, Placement, Platform, Profile, Recorder, Shape, Text, Tuning,
+    Buffer, Driver, Operand, Placement, Platform, Profile, Recorder, Shape, Text, Thresholds,
+    Tuning,
 };
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::{ElementType, Op};
@@ -150,6 +152,10 @@ impl Scene {
             wgmma: false,
             threadgroup_memory: if self.mma { 48 << 10 } else { 32 << 10 },
             platform: self.platform,
+            thresholds: Thresholds {
+                fixed_from: self.fixed_from,
+                ..Thresholds::of(self.platform, "")
+            },
             ..Profile::named("softgpu").unwrap()
         };
         let mut driver =
@@ -178,11 +184,11 @@ impl Scene {
         let mut r = Recorder::default();
         let mut partial = None;
         if c.step.is_decode() {
-            let bytes = attention_scratch_bytes_from(&c, heads, self.fixed_from);
+            let bytes = attention_scratch_bytes(&c, heads);
             let scratch = put(&mut driver, &vec![0xFFu8; bytes as usize], ElementType::F32);
             partial = Some(scratch);
             let gate = self.gated.then_some(qg);
-            attention_decode_from(&mut r, &c, &attend, scratch, gate, self.fixed_from);
+            attention_decode(&mut r, &c, &attend, scratch, gate);
         } else {
             attention_prefill(&mut r, &c, &attend);
         }

@@ -2,7 +2,7 @@
 
 mod operands;
 
-use lily_gpu::kernels::gemm::Cut;
+use lily_gpu::kernels::gemm::RowBlocks;
 use lily_gpu::kernels::moe::{self, Combine, ExpertsIn, ExpertsOut, ExpertsSum};
 use lily_gpu::kernels::route::{self, Routes, Selection};
 use lily_gpu::{Operand, Tuning};
@@ -24,7 +24,7 @@ fn rig_with(mma: bool) -> Rig {
 
 /// The tables that the device makes, and those of the host.
 fn check_routes(rig: &mut Rig, what: &str, ids: &[u32], experts: u32) {
-    let cut = Cut::of(&rig.profile, &rig.tuning);
+    let cut = RowBlocks::of(&rig.profile, &rig.tuning);
     let entries = ids.len() as u32;
     let ids_operand = rig.u32(ids);
     let most = route::most_blocks(entries, experts, cut) as usize;
@@ -197,7 +197,7 @@ fn both_on(
     let (n, k) = (rows as u32, K as u32);
     let (entries, experts) = (n * k, EXPERTS as u32);
     let ids = rig.read_u32(l.ids);
-    let cut = Cut::of(&rig.profile, &tuning);
+    let cut = RowBlocks::of(&rig.profile, &tuning);
     let host = route::host_tables(&ids, experts, cut);
     let made = Routes {
         order: rig.u32(&host.order),

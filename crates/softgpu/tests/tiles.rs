@@ -2,8 +2,8 @@
 
 mod operands;
 
-use lily_gpu::kernels::gemm::{Epilogue, Product, dense};
 use lily_gpu::Tuning;
+use lily_gpu::kernels::gemm::{Epilogue, Product, dense};
 use lily_ops::{ElementType, WeightFormat};
 use lily_softgpu::{Compiler, Options};
 use operands::{Rig, TestWeight, close, text_of};

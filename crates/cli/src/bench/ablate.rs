@@ -58,7 +58,7 @@ const CPU_SWITCHES: [CpuSwitch; 4] = [
 ];
 
 /// The names of a device's switches.
-fn names(compute: &ComputeArgs) -> Vec<&'static str> {
+pub fn names(compute: &ComputeArgs) -> Vec<&'static str> {
     match compute.on_host() {
         true => CPU_SWITCHES.iter().map(|(name, _)| *name).collect(),
         false => Switches::names(compute.device),

@@ -103,6 +103,7 @@ impl Memory {
         let b = &self.budget;
         json!({
             "weights": b.weights,
+            "weights_read_once": b.droppable(),
             "copies": b.copies,
             "kv": b.kv,
             "state": b.state,
@@ -119,7 +120,9 @@ impl Memory {
         let b = &self.budget;
         let row = |what: &str, n: u64| vec![what.to_owned(), bytes(n)];
         let mut rows = vec![
-            row("weights", b.weights + b.copies),
+            row("weights, mapped from the files", b.weights),
+            row("of it read once, then dropped at need", b.droppable()),
+            row("copies of weights", b.copies),
             row("KV cache", b.kv),
             row("recurrent state", b.state),
             row("scratch", b.scratch),

@@ -11,7 +11,7 @@ use lily_device::Device;
 use lily_engine::Machine;
 use serde_json::{Value, json};
 
-use crate::options::{DeviceName, device};
+use crate::options::{DeviceName, count, device};
 use crate::output::{Stdout, bytes};
 use crate::resolve::cache;
 
@@ -38,10 +38,28 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "FILE", requires = "self_test")]
     pub report: Option<PathBuf>,
 
-    /// Measure too: what each optimisation is worth, and both frontiers, beside mlx-lm's if python3 has it. Uses the
-    /// checkpoint in DIR; an empty or new DIR gets a synthetic one of the real model's shape, as large as fits.
+    /// Measure too: where policies should change, what each optimisation is worth, and both frontiers, beside mlx-lm's if
+    /// python3 has it. Uses the checkpoint in DIR; an empty or new DIR gets a synthetic one of the real model's shape, as
+    /// large as fits.
     #[arg(long, value_name = "DIR", requires = "self_test")]
     pub measure: Option<PathBuf>,
+
+    /// Do these parts only, by name; may be given several times.
+    #[arg(long, value_name = "PART", requires = "self_test")]
+    pub part: Vec<String>,
+
+    /// Measure at prompts and contexts of these lengths. Default: optimisations at 512 and 4096 tokens, frontiers at ten
+    /// lengths from 256 to 128K.
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = count, requires = "measure")]
+    pub lengths: Vec<usize>,
+
+    /// Measurements at each length; the median counts.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = count, requires = "measure")]
+    pub rounds: usize,
+
+    /// Seconds that each part of the measurements may take. What it has found by then stays in the report.
+    #[arg(long, value_name = "S", default_value_t = 3600, value_parser = count, requires = "measure")]
+    pub part_seconds: usize,
 }
 
 /// A kind of device and whether models can be computed on it.

@@ -148,18 +148,19 @@ pub fn supported(shape: &Shape) -> Result<(), String> {
 }
 
 /// Rows of a segment that one simdgroup convolves. More rows read the window's past less often (3 rows a block); fewer give the device more
-/// simdgroups: 16 a core hide the latency of memory, 64 are what an H200's multiprocessor holds.
+/// simdgroups.
 pub fn conv_block(rows: u32, strips: u32, profile: &Profile) -> u32 {
-    let enough = 16 * profile.cores;
+    let enough = profile.thresholds.conv_groups * profile.cores;
     [64, 32, 16].into_iter().find(|block| rows.div_ceil(*block) * strips >= enough).unwrap_or(8)
 }
 
 /// Rows of the state that one simdgroup of the scan keeps. More rows share the conversion of k and q and the shuffles of the sums; but a token is a
-/// chain of sums over the lanes, so there must be simdgroups to fill the time: twelve a core. (H200, 2,048 tokens with two sums in turn and 7.8
+/// chain of sums over the lanes, so there must be simdgroups to fill the time. (H200, 2,048 tokens with two sums in turn and 7.8
 /// simdgroups a core: 815 cycles a token, where the instructions of a core's share take 260.)
 pub fn scan_rows(heads: u32, segments: u32, shape: &Shape, profile: &Profile) -> u32 {
     let rows = heads * segments * shape.value_dim;
-    [8, 4, 2].into_iter().find(|r| rows / r >= 12 * profile.cores).unwrap_or(1)
+    let enough = profile.thresholds.scan_groups * profile.cores;
+    [8, 4, 2].into_iter().find(|r| rows / r >= enough).unwrap_or(1)
 }
 
 /// Rows of the state that one simdgroup of the fused decode kernel keeps, for `heads` heads of all slots: a head has a threadgroup of at
@@ -382,7 +383,7 @@ pub fn delta_scan(
 }
 
 /// The recurrence token by token, of segments of fewer than `below` rows. With `register_scan` the state stays in registers from a
-/// segment's first token to its last; without it goes through memory every 32 tokens, a dispatch each.
+/// segment's first token to its last, or the device's longest dispatch; without it goes through memory every 32 tokens, a dispatch each.
 #[allow(clippy::too_many_arguments)] // the operands of the operation
 fn token_scan(
     r: &mut Recorder,
@@ -406,7 +407,7 @@ fn token_scan(
     let simds = SIMDS.min(c.shape.value_dim / per);
     let longest = own.iter().copied().max().unwrap_or(0);
     let block = match c.tuning.register_scan {
-        true => longest.max(1),
+        true => longest.clamp(1, c.profile.thresholds.scan_tokens),
         false => BLOCK_TOKENS,
     };
     for start in (0..longest).step_by(block as usize) {

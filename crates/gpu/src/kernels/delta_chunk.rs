@@ -44,14 +44,14 @@ fn threadgroup_bytes(shape: &Shape) -> u32 {
     2 * CHUNK * (2 * (shape.key_dim + 8) + VALUES + 8) * 2 + CHUNK * VALUES * 4
 }
 
-/// Rows from which on a segment goes chunk by chunk; `u32::MAX`: none does. One whole chunk: below that the matrix units would multiply
+/// Rows from which on a segment goes chunk by chunk; `u32::MAX`: none does. By default one whole chunk: below that the matrix units would multiply
 /// what is not there, for a second launch. A segment's form hangs on its own rows alone.
 pub fn chunked_from(shape: &Shape, profile: &Profile, tuning: &Tuning) -> u32 {
     let fits = shape.key_dim <= MOST_KEYS
         && shape.value_dim.is_multiple_of(VALUES)
         && threadgroup_bytes(shape) <= profile.threadgroup_memory;
     match profile.mma && tuning.chunked_scan && fits {
-        true => CHUNK,
+        true => profile.thresholds.chunked_from,
         false => u32::MAX,
     }
 }

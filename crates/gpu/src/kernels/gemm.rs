@@ -1,5 +1,7 @@
 //! Matrix products for more rows than a GEMV takes.
 
+use std::mem::offset_of;
+
 use lily_ops::ElementType;
 
 use crate::kernel_args;
@@ -20,6 +22,8 @@ kernel_args! {
         blocks: u32,
         /// 0: bf16, 1: f32, 2: added to an f32 residual.
         store: u32,
+        /// Blocks of columns, and of rows, in front of the dispatch's, where it is one of several.
+        first: [u32; 2],
     }
 
     /// Of `dequantize`.
@@ -58,14 +62,14 @@ pub struct Tiles {
 
 /// How rows of activations are cut into blocks: those of a product, or those that chose an expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cut {
+pub struct RowBlocks {
     /// Rows of a large block; 0: there are only blocks of 16.
     pub large: u32,
     /// Most rows that are left to blocks of 16, where there are large ones.
     pub tail: u32,
 }
 
-impl Cut {
+impl RowBlocks {
     /// Without `adaptive_tiles`.
     pub const FIXED: Self = Self { large: 0, tail: 0 };
     /// Of tiles by four simdgroups: a block costs what its rows are, or would be.
@@ -92,7 +96,7 @@ impl Cut {
 
 /// The tiles for a weight of `columns` outputs in `format`.
 pub fn tiles(format: u32, rows: u32, columns: u32, profile: &Profile, tuning: &Tuning) -> Tiles {
-    let (large, small) = Cut::of(profile, tuning).blocks(rows);
+    let (large, small) = RowBlocks::of(profile, tuning).blocks(rows);
     match profile.mma {
         true => unit_tiles(format, columns, large, small, profile),
         false => simdgroup_tiles(format, columns, large, small, profile),
@@ -126,7 +130,7 @@ fn unit_tiles(format: u32, columns: u32, large: u32, small: u32, profile: &Profi
 /// threadgroup.
 fn simdgroup_tiles(format: u32, columns: u32, large: u32, small: u32, profile: &Profile) -> Tiles {
     let groups = columns.div_ceil(64).saturating_mul(large + small);
-    let narrow = columns <= 32 || groups < 2 * profile.cores;
+    let narrow = columns <= 32 || groups < profile.thresholds.tile_groups * profile.cores;
     let (kernel, columns) = match (format, narrow) {
         (0, false) => ("gemm_q4_n64", 64),
         (0, true) => ("gemm_q4_n32", 32),
@@ -241,10 +245,13 @@ pub fn dense(r: &mut Recorder, c: &Context, scratch: &mut Scratch, product: &Pro
             Binding::new(residual, Access::Read),
             Binding::new(out, Access::Write),
         ],
-        &GemmArgs { w, rows, blocks: tiles.large, store },
+        &GemmArgs { w, rows, blocks: tiles.large, store, first: [0; 2] },
         source.weight.bytes + u64::from(rows) * u64::from(w.cols) * 2 + moved,
     );
     r.worth(results * u64::from(w.cols));
+    // Along the longer side.
+    let rows_longer = usize::from(tiles.large + tiles.small > w.rows.div_ceil(tiles.columns));
+    r.may_cut(rows_longer, offset_of!(GemmArgs, first) + rows_longer * size_of::<u32>());
 }
 
 #[cfg(test)]
@@ -266,11 +273,11 @@ mod tests {
             (17, false, (0, 2)),
             (33, false, (0, 3)),
         ] {
-            let cut = if adaptive { Cut::SIMDGROUPS } else { Cut::FIXED };
+            let cut = if adaptive { RowBlocks::SIMDGROUPS } else { RowBlocks::FIXED };
             assert_eq!(cut.blocks(rows), want, "{rows} rows");
         }
         for (rows, want) in [(1, (1, 0)), (128, (1, 0)), (129, (2, 0)), (4096, (32, 0))] {
-            assert_eq!(Cut::UNITS.blocks(rows), want, "{rows} rows");
+            assert_eq!(RowBlocks::UNITS.blocks(rows), want, "{rows} rows");
         }
     }
 

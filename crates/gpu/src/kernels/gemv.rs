@@ -124,16 +124,25 @@ pub(crate) fn packet_elements(format: u32) -> u32 {
 }
 
 /// Lanes that share a row: as many as have a packet to read, a power of two. Sums depend on it, so that nothing but the matrix
-/// decides.
-pub(crate) fn lanes(matrix: &Matrix) -> u32 {
-    (matrix.cols / packet_elements(matrix.format)).next_power_of_two().clamp(1, 32)
+/// and the device decides.
+pub(crate) fn lanes(profile: &Profile, matrix: &Matrix) -> u32 {
+    let packets = (matrix.cols / packet_elements(matrix.format)).next_power_of_two();
+    packets.clamp(1, profile.thresholds.gemv_lanes)
+}
+
+/// Rows of x at most that a step multiplies by vectors.
+pub fn most_rows(c: &Context) -> u32 {
+    match c.step.is_decode() {
+        true => MAX_ROWS,
+        false => c.profile.thresholds.vector_rows,
+    }
 }
 
 /// The policy for `x_rows` rows of x. `simdgroups` is the number of simdgroups that the launch needs if each lane
 /// works on one row of weights.
 pub fn policy(profile: &Profile, x_rows: u32, simdgroups: u32) -> Policy {
     // Four rows a lane share what is read of x; but every core should be full.
-    let resident = profile.cores * (profile.threads_per_core / RESIDENT_SHARE / 32);
+    let resident = profile.cores * (profile.threads_per_core / profile.thresholds.gemv_share / 32);
     let wanted = if simdgroups / 4 >= resident { 4 } else { 2 };
     let (_, rows, kernel) = KERNELS
         .into_iter()
@@ -142,25 +151,21 @@ pub fn policy(profile: &Profile, x_rows: u32, simdgroups: u32) -> Policy {
         .unwrap_or(KERNELS[KERNELS.len() - 1]);
     let total = simdgroups.div_ceil(rows);
     // One wave: threadgroups that stay load x once, and the next rows while they work.
-    Policy { kernel, rows, simds: SIMDS, repeat: total.div_ceil(resident).max(1) }
+    // On an H200 smaller threadgroups were slower for every launch of the real model but one, even where they would have spread
+    // over more cores.
+    let simds = profile.thresholds.gemv_simds;
+    Policy { kernel, rows, simds, repeat: total.div_ceil(resident).max(1) }
 }
-
-/// A core's threads divided by those of a GEMV that it runs at once, whose registers are many.
-const RESIDENT_SHARE: u32 = 4;
-
-/// Simdgroups of a threadgroup, which share the work of fetching x. On an H200 smaller threadgroups were slower for every
-/// launch of the real model but one, even where they would have spread over more cores.
-const SIMDS: u32 = 8;
 
 /// Whether a norm is worth repeating in every threadgroup of the launch, rather than being a kernel of its own: for few rows,
 /// and not for a launch as large as that of the logits.
 pub fn fuses_norm(profile: &Profile, rows: u32, simdgroups: u32, cols: u32) -> bool {
     let most_cols = if profile.mma { MMA_COLS } else { u32::MAX };
-    let most_rows = if profile.mma { mma_normed(cols) } else { MMA_NORMED };
-    rows <= most_rows
+    let most_rows = if profile.mma { mma_normed(cols) } else { u32::MAX };
+    rows <= profile.thresholds.norm_rows.min(most_rows)
         && cols <= most_cols
         && cols.is_multiple_of(8)
-        && simdgroups <= profile.cores * 512
+        && simdgroups <= profile.cores * profile.thresholds.norm_groups
 }
 
 /// Rows of a matrix that a simdgroup takes at once for the matrix units.
@@ -267,16 +272,16 @@ fn mma_blocks(output: &GemvOutput) -> u32 {
 }
 
 /// The entry of an output whose threadgroups begin at `end`, which moves behind them.
-fn mma_entry(output: &GemvOutput, policy: Policy, end: &mut u32) -> GemvMatrix {
-    let mut entry = matrix_entry(output, policy, &mut 0);
+fn mma_entry(profile: &Profile, output: &GemvOutput, policy: Policy, end: &mut u32) -> GemvMatrix {
+    let mut entry = matrix_entry(profile, output, policy, &mut 0);
     *end += mma_blocks(output).div_ceil(policy.repeat);
     (entry.lanes, entry.end) = (split(&output.weight.matrix, members(output) == 2), *end);
     entry
 }
 
 /// Simdgroups that a matrix needs if each lane works on one row.
-pub fn simdgroups(weight: &DeviceWeight) -> u32 {
-    weight.matrix.rows.div_ceil(32 / lanes(&weight.matrix))
+pub fn simdgroups(profile: &Profile, weight: &DeviceWeight) -> u32 {
+    weight.matrix.rows.div_ceil(32 / lanes(profile, &weight.matrix))
 }
 
 /// Whether two matrices can be a [`Epilogue::Gated`] pair.
@@ -303,7 +308,7 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     debug_assert!((1..=MAX_ROWS).contains(&rows), "{rows} rows");
     debug_assert_eq!(x.element == ElementType::F32, norm.is_some());
     debug_assert!(keep.is_none() || norm.is_some());
-    let needed = outputs.iter().map(|o| simdgroups(o.weight) * members(o)).sum();
+    let needed = outputs.iter().map(|o| simdgroups(c.profile, o.weight) * members(o)).sum();
     let units = matrix_units(c, &input, outputs);
     let policy = match units {
         true => {
@@ -328,8 +333,8 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     for (entry, output) in args.matrices.iter_mut().zip(outputs) {
         debug_assert_eq!(output.weight.matrix.cols, cols);
         *entry = match units {
-            true => mma_entry(output, policy, &mut end),
-            false => matrix_entry(output, policy, &mut end),
+            true => mma_entry(c.profile, output, policy, &mut end),
+            false => matrix_entry(c.profile, output, policy, &mut end),
         };
     }
     let residual = outputs.iter().find_map(|o| match o.epilogue {
@@ -357,7 +362,12 @@ fn members(output: &GemvOutput) -> u32 {
 }
 
 /// The entry of an output whose threadgroups begin at `end`, which moves behind them.
-fn matrix_entry(output: &GemvOutput, policy: Policy, end: &mut u32) -> GemvMatrix {
+fn matrix_entry(
+    profile: &Profile,
+    output: &GemvOutput,
+    policy: Policy,
+    end: &mut u32,
+) -> GemvMatrix {
     let weight = output.weight.matrix;
     let (epilogue, up) = match output.epilogue {
         Epilogue::Store if output.out.element == ElementType::F32 => (1, weight),
@@ -368,7 +378,7 @@ fn matrix_entry(output: &GemvOutput, policy: Policy, end: &mut u32) -> GemvMatri
             (3, up.matrix)
         }
     };
-    let lanes = lanes(&weight);
+    let lanes = lanes(profile, &weight);
     let block = policy.rows / members(output) * policy.simds * (32 / lanes);
     *end += weight.rows.div_ceil(block * policy.repeat);
     GemvMatrix { weight, up, end: *end, epilogue, lanes }

@@ -1,5 +1,7 @@
 //! Products with the experts that each row selected, and their weighted sum.
 
+use std::mem::offset_of;
+
 use lily_ops::ElementType;
 
 use crate::kernel_args;
@@ -21,12 +23,16 @@ kernel_args! {
         up: Matrix,
         /// Selected experts a row.
         k: u32,
+        /// Blocks of rows in front of the dispatch's, where it is one of several.
+        first: u32,
     }
 
     /// Of the `experts_out_*` kernels.
     pub struct ExpertsOutArgs {
         /// Down projections.
         down: Matrix,
+        /// Blocks of rows in front of the dispatch's, where it is one of several.
+        first: u32,
     }
 
     /// Of `decode_experts`, `decode_experts_mma` and `decode_experts_mma_deep`.
@@ -73,6 +79,14 @@ kernel_args! {
 /// Whether that many rows are computed row by row; more are grouped by expert.
 pub fn few(rows: u32) -> bool {
     rows <= StepShape::DECODE_ROWS
+}
+
+/// Rows at most whose experts a step computes row by row.
+pub fn most_rows(c: &Context) -> u32 {
+    match c.step.is_decode() {
+        true => StepShape::DECODE_ROWS,
+        false => c.profile.thresholds.expert_rows,
+    }
 }
 
 /// A kernel of grouped products, columns of its tiles, and its threads.
@@ -164,7 +178,7 @@ pub struct ExpertsIn<'a> {
     pub out: Operand,
 }
 
-/// Records the experts' in-projections; `routes` of the same ids for more than a [`few`] rows.
+/// Records the experts' in-projections; `routes` of the same ids for more than [`most_rows`].
 pub fn experts_in(
     r: &mut Recorder,
     c: &Context,
@@ -205,7 +219,7 @@ fn grouped_experts_in(
             read(routes.blocks),
             write(op.out),
         ],
-        &ExpertsInArgs { gate: g, up: u, k: op.k },
+        &ExpertsInArgs { gate: g, up: u, k: op.k, first: 0 },
         selected_bytes(&gate.weight, entries)
             + selected_bytes(&up.weight, entries)
             + op.x.bytes
@@ -214,6 +228,7 @@ fn grouped_experts_in(
             + op.out.bytes,
     );
     r.worth(2 * u64::from(entries) * u64::from(g.rows) * u64::from(g.cols));
+    r.may_cut(1, offset_of!(ExpertsInArgs, first));
 }
 
 /// Whether one kernel can read both weights: their slabs may differ.
@@ -280,7 +295,8 @@ fn decode_experts(
 ) {
     let paired = a != b;
     let units = gemv::mma_takes(c, a.matrix.cols) && a.matrix.format == 0 && b.matrix.format == 0;
-    let lanes = if units { gemv::split(&a.matrix, paired) } else { gemv::lanes(&a.matrix) };
+    let lanes =
+        if units { gemv::split(&a.matrix, paired) } else { gemv::lanes(c.profile, &a.matrix) };
     let block = if units { gemv::mma_block(&a.matrix, paired) } else { block(lanes, paired) };
     let blocks = a.matrix.rows.div_ceil(block);
     let tasks = blocks * entries;
@@ -331,7 +347,7 @@ pub struct ExpertsOut<'a> {
     pub out: Operand,
 }
 
-/// Records the experts' down projections; `routes` of the same ids for more than a [`few`] rows.
+/// Records the experts' down projections; `routes` of the same ids for more than [`most_rows`].
 pub fn experts_out(
     r: &mut Recorder,
     c: &Context,
@@ -352,7 +368,7 @@ pub fn experts_out(
         [d.rows.div_ceil(columns), routes.most_blocks, 1],
         threads,
         vec![down.binding(), read(op.x), read(routes.order), read(routes.blocks), write(op.out)],
-        &ExpertsOutArgs { down: d },
+        &ExpertsOutArgs { down: d, first: 0 },
         selected_bytes(&down.weight, entries)
             + op.x.bytes
             + routes.order.bytes
@@ -360,6 +376,7 @@ pub fn experts_out(
             + op.out.bytes,
     );
     r.worth(u64::from(entries) * u64::from(d.rows) * u64::from(d.cols));
+    r.may_cut(1, offset_of!(ExpertsOutArgs, first));
 }
 
 /// The experts' weighted sum, the shared expert and the residual.

@@ -4,7 +4,7 @@ use lily_ops::ElementType;
 
 use crate::kernel_args;
 use crate::kernels::common::Context;
-use crate::kernels::gemm::Cut;
+use crate::kernels::gemm::RowBlocks;
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::scratch::Scratch;
 
@@ -106,7 +106,7 @@ pub struct Routes {
 }
 
 /// Blocks that `entries` of `experts` may need at most, whatever their distribution.
-pub fn most_blocks(entries: u32, experts: u32, cut: Cut) -> u32 {
+pub fn most_blocks(entries: u32, experts: u32, cut: RowBlocks) -> u32 {
     let rows = u64::from(cut.large.max(16));
     let used = u64::from(experts.min(entries));
     // Each expert wastes less than a block.
@@ -116,7 +116,7 @@ pub fn most_blocks(entries: u32, experts: u32, cut: Cut) -> u32 {
 
 impl Routes {
     /// Memory for them.
-    pub fn take(scratch: &mut Scratch, entries: u32, experts: u32, cut: Cut) -> Self {
+    pub fn take(scratch: &mut Scratch, entries: u32, experts: u32, cut: RowBlocks) -> Self {
         let most_blocks = most_blocks(entries, experts, cut);
         Self {
             order: scratch.take(entries.into(), ElementType::U32),
@@ -135,7 +135,7 @@ pub fn route(
     entries: u32,
     experts: u32,
 ) -> Routes {
-    let cut = Cut::of(c.profile, c.tuning);
+    let cut = RowBlocks::of(c.profile, c.tuning);
     let routes = Routes::take(scratch, entries, experts, cut);
     let chunks = entries.div_ceil(CHUNK);
     let counts = scratch.take(u64::from(chunks) * u64::from(experts), ElementType::U32);
@@ -176,7 +176,7 @@ pub struct HostTables {
 }
 
 /// The tables that [`route`] writes, from ids that were read back. Ids beyond `experts` are left out.
-pub fn host_tables(ids: &[u32], experts: u32, cut: Cut) -> HostTables {
+pub fn host_tables(ids: &[u32], experts: u32, cut: RowBlocks) -> HostTables {
     let mut entries_of = vec![Vec::new(); experts as usize];
     for (entry, expert) in ids.iter().enumerate() {
         if let Some(list) = entries_of.get_mut(*expert as usize) {
@@ -216,17 +216,17 @@ mod tests {
         let order: Vec<u32> = [4].into_iter().chain((0..18).filter(|i| *i != 4)).collect();
         let blocks = vec![1, 1, 0, 0, 1, 17, 2, 0, 0, 1, 0, 0];
         let tables = |cut| host_tables(&ids, 3, cut);
-        assert_eq!(tables(Cut::SIMDGROUPS), HostTables { order: order.clone(), blocks });
+        assert_eq!(tables(RowBlocks::SIMDGROUPS), HostTables { order: order.clone(), blocks });
         let blocks = vec![0, 3, 0, 0, 0, 1, 0, 0, 1, 16, 2, 0, 17, 1, 2, 0];
-        assert_eq!(tables(Cut::FIXED), HostTables { order: order.clone(), blocks });
+        assert_eq!(tables(RowBlocks::FIXED), HostTables { order: order.clone(), blocks });
         let blocks = vec![2, 0, 0, 0, 0, 1, 0, 0, 1, 17, 2, 0];
-        assert_eq!(tables(Cut::UNITS), HostTables { order, blocks });
+        assert_eq!(tables(RowBlocks::UNITS), HostTables { order, blocks });
     }
 
     #[test]
     fn the_grid_is_never_too_small() {
         // The worst distributions: one row beyond whole blocks for as many experts as possible.
-        for cut in [Cut::FIXED, Cut::SIMDGROUPS, Cut::UNITS] {
+        for cut in [RowBlocks::FIXED, RowBlocks::SIMDGROUPS, RowBlocks::UNITS] {
             for (entries, experts) in
                 [(1, 1), (8, 256), (40, 5), (1000, 7), (4096, 256), (16384, 256)]
             {
@@ -244,7 +244,7 @@ mod tests {
             }
         }
         // 2048 rows of the real model, and 640 blocks if each expert has its 64 rows and a few more.
-        assert_eq!(most_blocks(2048 * 8, 256, Cut::SIMDGROUPS), 760);
+        assert_eq!(most_blocks(2048 * 8, 256, RowBlocks::SIMDGROUPS), 760);
     }
 
     #[test]

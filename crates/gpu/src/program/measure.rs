@@ -189,7 +189,7 @@ impl Group {
 }
 
 /// Median seconds of a list. A device that does not tell its times is asked once, by the host's clock.
-fn time(
+pub(super) fn time(
     driver: &mut dyn Driver,
     list: CommandList,
     mut before: impl FnMut(&mut dyn Driver) -> Result<(), DriverError>,

@@ -5,6 +5,7 @@ mod measure;
 mod record;
 mod slots;
 mod step;
+pub mod sweep;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -118,10 +119,13 @@ impl GpuProgram {
         let io = head::Io::new(&mut *driver, &plan, &limits, &memory.extra).map_err(refused)?;
         let shape = Shape::of(&plan);
         let text = Arc::new(Text::new(profile.platform, &shape));
-        // A text that does not compile is known before anything runs.
-        driver.pipelines(&text, &["finish_step"]).map_err(refused)?;
         let recording = Recording::new(plan, weights, shape, tuning, profile);
-        let arena_bytes = recording.arena_bytes(&limits).map_err(PrepareError::Invalid)?;
+        let (arena_bytes, mut kernels) =
+            recording.survey(&limits).map_err(PrepareError::Invalid)?;
+        // What a device cannot compile or run is known before anything runs.
+        kernels.insert("finish_step");
+        let kernels: Vec<&'static str> = kernels.into_iter().collect();
+        driver.pipelines(&text, &kernels).map_err(refused)?;
         let arena = driver.allocate("scratch", arena_bytes, Placement::Device).map_err(refused)?;
         let slots = Slots::new(limits.slots, limits.pages);
         let weight_count = recording.plan().weights.len();

@@ -1,5 +1,6 @@
 //! Records the dispatches of a kind of step.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use lily_device::Limits;
@@ -17,6 +18,7 @@ use crate::null::NullDriver;
 use crate::profile::Profile;
 use crate::scratch::Scratch;
 use crate::text::Shape;
+use crate::thresholds::Thresholds;
 use crate::tuning::Tuning;
 use crate::upload::SlabLayout;
 use crate::values::elements;
@@ -59,7 +61,7 @@ pub struct Recorded {
 }
 
 /// Everything that recording needs: no device.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Recording {
     plan: Arc<Plan>,
     weights: Vec<DeviceWeight>,
@@ -100,6 +102,16 @@ impl Recording {
         let weights = layout.weights(plan, &buffers);
         let shape = Shape::of(plan);
         Ok(Self::new(Arc::new(plan.clone()), weights, shape, *tuning, profile.clone()))
+    }
+
+    /// The same with other thresholds.
+    pub fn with_thresholds(&self, thresholds: Thresholds) -> Self {
+        Self { profile: Profile { thresholds, ..self.profile.clone() }, ..self.clone() }
+    }
+
+    /// The device that it is recorded for.
+    pub fn profile(&self) -> &Profile {
+        &self.profile
     }
 
     /// The plan.
@@ -171,6 +183,11 @@ impl Recording {
 
     /// Bytes of scratch that any step within the limits needs.
     pub(super) fn arena_bytes(&self, limits: &Limits) -> Result<u64, String> {
+        self.survey(limits).map(|(bytes, _)| bytes)
+    }
+
+    /// Bytes of scratch that any step within the limits needs, and the kernels of such steps.
+    pub(super) fn survey(&self, limits: &Limits) -> Result<(u64, BTreeSet<&'static str>), String> {
         let context = crate::memory::context(limits).clamp(1, 1 << 31) as u32;
         let rows = (limits.rows as u32).max(1);
         let slots = (limits.slots as u32).clamp(1, rows);
@@ -188,7 +205,7 @@ impl Recording {
         );
         let decode = slots.min(StepShape::DECODE_ROWS);
         shapes.extend((1..=decode).map(|n| vec![1; n as usize]));
-        let mut most = 0;
+        let (mut most, mut kernels) = (0, BTreeSet::new());
         for segments in shapes {
             let outputs = (segments.len() as u32).min(limits.outputs as u32);
             for head in [Head::Sample { greedy: false }, Head::Rows { first: 0 }] {
@@ -198,10 +215,12 @@ impl Recording {
                 };
                 let shape = StepShape { segments: segments.clone(), outputs, context };
                 let kind = Kind { shape, tables: 0, head };
-                most = most.max(self.record_virtual(limits, &kind)?.1);
+                let (list, bytes) = self.record_virtual(limits, &kind)?;
+                most = most.max(bytes);
+                kernels.extend(list.dispatches.iter().map(|d| d.kernel));
             }
         }
-        Ok(most.max(16))
+        Ok((most.max(16), kernels))
     }
 
     /// Records a kind of step.

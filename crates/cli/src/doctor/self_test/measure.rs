@@ -1,19 +1,30 @@
-//! Measurements of the self-test: `lily bench` on a checkpoint of the real model's shape.
+//! Measurements of the self-test: `lily bench` on a checkpoint of the real model's shape, a run for each figure, so that one that
+//! fails or takes too long takes no other with it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
+use lily_bench::LENGTHS;
 use lily_bench::synth::{Shape, Synth};
 use lily_engine::Machine;
+use lily_model::Precision;
 use serde_json::{Value, json};
 
-use super::{Outcome, Part, driver};
-use crate::options::DeviceName;
+use super::jobs::{Deadline, Pieces, run, run_json};
+use super::{Outcome, Part, Progress, driver};
+use crate::bench::ablate;
+use crate::doctor::DoctorArgs;
+use crate::model::open_checkpoint;
+use crate::options::{ComputeArgs, DeviceName};
 use crate::output::bytes;
 
 /// Prompt and context lengths at which switches are measured: short, middling, and where attention counts.
-const LENGTHS: &str = "512,4096";
+const SWITCH_LENGTHS: &[usize] = &[512, 4096];
+
+/// Tokens that a decode measurement adds to its context.
+const DECODE_TOKENS: usize = 64;
 
 /// Bytes of one synthetic layer, and of embedding and output matrix.
 const LAYER_BYTES: u64 = 470_000_000;
@@ -23,6 +34,9 @@ const ENDS_BYTES: u64 = 570_000_000;
 pub struct Measure {
     device: DeviceName,
     folder: PathBuf,
+    lengths: Vec<usize>,
+    rounds: String,
+    seconds: usize,
 }
 
 /// Layers of a synthetic checkpoint that takes at most half of some memory: whole blocks of four, one of them with attention.
@@ -31,14 +45,77 @@ fn layers(memory: u64) -> u16 {
     (fit.min(Shape::REAL_LAYERS as u64) / 4 * 4) as u16
 }
 
+/// `512,4096`.
+fn list(lengths: &[usize]) -> String {
+    lengths.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// What pieces came to, as a part.
+fn part(pieces: Pieces, what: &str, about: impl Fn(&Value) -> Option<String>) -> Part {
+    let Pieces { done, failures, cut } = pieces;
+    let outcome = match (failures.is_empty(), cut.is_empty()) {
+        (false, _) => Outcome::Failed,
+        (true, false) => Outcome::Unfinished,
+        (true, true) => Outcome::of(!done.is_empty()),
+    };
+    let mut lines: Vec<String> = done.iter().filter_map(about).collect();
+    lines.extend(failures.iter().chain(&cut).cloned());
+    let figures = json!({ what: done, "failures": failures, "not_measured": cut });
+    Part { outcome, lines, figures }
+}
+
+/// A line of each point that was measured.
+fn points(measured: &Value) -> String {
+    let point = |p: &Value| {
+        let speed = |e: &Value| {
+            let name = e["engine"].as_str().unwrap_or("?").to_owned();
+            match (e["tokens_per_second"].as_f64(), e["trouble"].as_str()) {
+                (Some(speed), _) => format!("{name} {speed:.1} tokens/s"),
+                (None, why) => format!("{name}: {}", why.unwrap_or("not measured")),
+            }
+        };
+        let engines: Vec<String> = p["engines"].as_array()?.iter().map(speed).collect();
+        Some(format!("{} {}: {}", p["phase"].as_str()?, p["length"], engines.join(", ")))
+    };
+    let all = measured["points"].as_array().map_or(&[][..], Vec::as_slice);
+    all.iter().filter_map(point).collect::<Vec<_>>().join("; ")
+}
+
+/// The ratio of each point that was measured with and without a switch.
+fn ratios(switch: &Value) -> Option<String> {
+    let ratio = |p: &Value| {
+        let ratio = p["engines"][1]["ratio"].as_f64()?;
+        Some(format!("{} {} {:+.1} %", p["phase"].as_str()?, p["length"], 100.0 * (ratio - 1.0)))
+    };
+    let points = switch["measured"]["points"].as_array()?;
+    let all: Vec<String> = points.iter().filter_map(ratio).collect();
+    Some(format!("without {}: {}", switch["switch"].as_str()?, all.join(", ")))
+}
+
 impl Measure {
-    pub fn new(device: DeviceName, folder: &Path) -> Self {
-        Self { device, folder: folder.to_owned() }
+    pub fn new(args: &DoctorArgs, folder: &Path) -> Self {
+        Self {
+            device: args.device,
+            folder: folder.to_owned(),
+            lengths: args.lengths.clone(),
+            rounds: args.rounds.to_string(),
+            seconds: args.part_seconds,
+        }
     }
 
     /// Where the checkpoint is.
     pub fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// The time that a part has from now on.
+    pub fn deadline(&self) -> Deadline {
+        Deadline::after(self.seconds)
+    }
+
+    /// The longest prompt that is measured.
+    pub fn longest(&self) -> usize {
+        self.lengths.iter().copied().max().unwrap_or(LENGTHS[LENGTHS.len() - 1])
     }
 
     /// The checkpoint in the folder, or a new one of as many layers as fit.
@@ -65,57 +142,80 @@ impl Measure {
         Ok(Part { outcome: Outcome::Passed, lines, figures })
     }
 
-    /// Runs `lily bench` and returns what it printed, and that as JSON.
-    fn bench(&self, args: &[&str]) -> anyhow::Result<Value> {
+    /// Runs `lily bench` and returns what it printed; `None`: time was out.
+    fn bench(&self, args: &[&str], left: Duration) -> anyhow::Result<Option<Value>> {
         let program = std::env::current_exe().context("this program's own file")?;
-        let output = Command::new(program)
-            .arg("bench")
-            .args(args)
-            .arg("--model")
-            .arg(&self.folder)
-            .args(["--device", &self.device.to_string(), "--json"])
-            .output()
-            .context("lily bench does not start")?;
-        if !output.status.success() {
-            bail!("lily bench: {}", String::from_utf8_lossy(&output.stderr).trim());
-        }
-        Ok(serde_json::from_slice(&output.stdout)?)
+        let mut command = Command::new(program);
+        command.arg("bench").args(args).arg("--model").arg(&self.folder);
+        command.args(["--device", &self.device.to_string(), "--rounds", &self.rounds, "--json"]);
+        run_json(&mut command, left)
     }
 
-    fn missing(&self) -> Option<Part> {
+    pub fn missing(&self) -> Option<Part> {
         let there = self.folder.join("config.json").exists();
         (!there).then(|| Part::left_out("there is no checkpoint to measure with"))
     }
 
-    /// What each optimisation is worth.
-    pub fn ablation(&self) -> anyhow::Result<Part> {
-        if self.device == DeviceName::Cpu {
-            return Ok(Part::left_out("the CPU has no switches: its kernels are one path"));
-        }
+    /// What each optimisation is worth: a run each.
+    pub fn ablation(&self, progress: &mut Progress) -> anyhow::Result<Part> {
         if let Some(part) = self.missing() {
             return Ok(part);
         }
-        let figures =
-            self.bench(&["ablate", "--prefill", LENGTHS, "--decode", LENGTHS, "--rounds", "3"])?;
-        let switches = figures["switches"].as_array().map_or(0, Vec::len);
-        let lines = vec![format!("{switches} switches at {LENGTHS} tokens: figures in the report")];
-        Ok(Part { outcome: Outcome::of(switches > 0), lines, figures })
+        let lengths = match &self.lengths[..] {
+            [] => list(SWITCH_LENGTHS),
+            lengths => list(lengths),
+        };
+        let names = ablate::names(&ComputeArgs::on(self.device));
+        let switches = names.into_iter().map(|name| (name.to_owned(), name)).collect();
+        let one = |name: &&str, left| {
+            let n = lengths.as_str();
+            let args = ["ablate", "--switch", *name, "--prefill", n, "--decode", n];
+            let found = self.bench(&args, left)?;
+            Ok(found.map(|mut f| f["switches"][0].take()))
+        };
+        let pieces = Pieces::run(self.deadline(), switches, one, |so_far| {
+            progress.found(json!({ "switches": so_far.done, "failures": so_far.failures }))
+        })?;
+        Ok(part(pieces, "switches", ratios))
     }
 
-    /// Both frontiers, beside mlx-lm's where python3 has it.
-    pub fn frontiers(&self) -> anyhow::Result<Part> {
+    /// Lengths that the model was made for.
+    fn frontier(&self) -> anyhow::Result<Vec<usize>> {
+        let asked = if self.lengths.is_empty() { &LENGTHS[..] } else { &self.lengths };
+        let model = lily_model::load(&open_checkpoint(Some(&self.folder))?, Precision::Standard)?;
+        let most = model.config.max_position_embeddings;
+        Ok(asked.iter().copied().filter(|n| n + DECODE_TOKENS < most).collect())
+    }
+
+    /// Both frontiers, beside mlx-lm's where python3 has it: a run for each length, short ones first.
+    pub fn frontiers(&self, progress: &mut Progress) -> anyhow::Result<Part> {
         if let Some(part) = self.missing() {
             return Ok(part);
         }
-        let found = Command::new("python3").args(["-c", "import mlx_lm"]).output();
-        let peer = found.is_ok_and(|o| o.status.success());
-        let figures = match peer {
-            true => self.bench(&["compare", "--peer", "mlx-lm=python3", "--rounds", "3"])?,
-            false => self.bench(&["run", "--rounds", "3"])?,
+        let deadline = self.deadline();
+        let mut import = Command::new("python3");
+        let found = run(import.args(["-c", "import mlx_lm"]), deadline.left());
+        let peer = found.is_ok_and(|o| o.is_some_and(|o| o.status.success()));
+        let tokens = DECODE_TOKENS.to_string();
+        let one = |length: &String, left| {
+            let mut args = vec!["run"];
+            if peer {
+                args = vec!["compare", "--peer", "mlx-lm=python3"];
+            }
+            let n = length.as_str();
+            args.extend(["--prefill", n, "--decode", n, "--decode-tokens", tokens.as_str()]);
+            args.push("--no-floors");
+            self.bench(&args, left)
         };
+        let lengths = self.frontier()?.into_iter();
+        let lengths = lengths.map(|n| (format!("{n} tokens"), n.to_string())).collect();
+        let pieces = Pieces::run(deadline, lengths, one, |so_far| {
+            progress.found(json!({ "lengths": so_far.done, "failures": so_far.failures }))
+        })?;
+        let mut part = part(pieces, "lengths", |run| Some(points(&run["measured"])));
         let beside = if peer { "beside mlx-lm" } else { "alone: python3 has no mlx_lm" };
-        let lines = vec![format!("{beside}: figures in the report")];
-        Ok(Part { outcome: Outcome::Passed, lines, figures })
+        part.lines.insert(0, beside.into());
+        Ok(part)
     }
 }
 

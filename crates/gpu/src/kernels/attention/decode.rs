@@ -5,10 +5,8 @@ use crate::kernels::common::{Context, StepShape};
 use crate::list::{Access, Binding, Operand, Recorder};
 use crate::profile::Profile;
 use crate::text::Shape;
+use crate::thresholds::Thresholds;
 use crate::tuning::Tuning;
-
-/// From so many tokens on a slot's splits are whole pages, where the shape allows.
-pub const FIXED_FROM: u32 = 32 << 10;
 
 /// Tokens of the smallest split; all splits are multiples of it.
 pub const SPLIT_TOKENS: u32 = 64;
@@ -19,16 +17,13 @@ const SIMDS: u32 = 4;
 const COMBINE_SIMDS: u32 = 8;
 /// Threadgroups that share the combination of a head of whole lines of 128 elements.
 const COMBINE_PARTS: u32 = 4;
-/// Threadgroups for each core that one slot's splits should make. Two hide each other's memory latency; more only make
-/// more partial sums: 1,032 bytes for a head and split against 65,536 of K and V.
-const GROUPS_A_CORE: u32 = 2;
 
 /// How a decode step's attention is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodePolicy {
     /// Query heads of a threadgroup.
     pub pack: u32,
-    /// A slot below `fixed_from` has at most so many splits: enough for every core to have two threadgroups. The splits of
+    /// A slot below `fixed_from` has at most so many splits: enough for every core to have its threadgroups. The splits of
     /// a slot hang on its own length only, so that its bits do not depend on what else is in the step.
     pub most_splits: u32,
     /// From so many tokens on a split is a page; `u32::MAX` where the shape has no such path.
@@ -44,15 +39,15 @@ const UNIT_HEADS: u32 = 8;
 const UNIT_ELEMENTS: u32 = 128;
 
 impl DecodePolicy {
-    /// The policy for slots of up to `context` tokens. `fixed_from` is [`FIXED_FROM`] but in tests.
+    /// The policy for slots of up to `context` tokens.
     pub fn new(
         shape: &Shape,
         profile: &Profile,
         tuning: &Tuning,
         kv_heads: u32,
         context: u32,
-        fixed_from: u32,
     ) -> Self {
+        let Thresholds { split_groups, fixed_from, .. } = profile.thresholds;
         let packed = packed_heads(shape);
         // By the packed kernels in any case: packing must not change a bit.
         let units = profile.mma
@@ -62,7 +57,7 @@ impl DecodePolicy {
             && shape.heads_per_kv <= UNIT_HEADS
             && shape.head_dim.is_multiple_of(UNIT_ELEMENTS);
         let columns = kv_heads * shape.heads_per_kv.div_ceil(packed);
-        let most_splits = (GROUPS_A_CORE * profile.cores).div_ceil(columns.max(1)).max(1);
+        let most_splits = (split_groups * profile.cores).div_ceil(columns.max(1)).max(1);
         let gate = shape.head_dim == 256 && shape.heads_per_kv == 8 && tuning.fixed_block;
         let fixed_from = if gate { fixed_from } else { u32::MAX };
         let general = context.min(fixed_from - 1).div_ceil(SPLIT_TOKENS).min(most_splits);
@@ -102,23 +97,18 @@ fn scratch_parts(c: &Context, heads: u32, splits: u32) -> [u64; 2] {
 
 /// Bytes of the scratch for the partial sums of a decode step; 0 for prompts.
 pub fn attention_scratch_bytes(c: &Context, heads: u32) -> u64 {
-    attention_scratch_bytes_from(c, heads, FIXED_FROM)
-}
-
-/// As [`attention_scratch_bytes`], with another threshold of the fixed blocks.
-pub fn attention_scratch_bytes_from(c: &Context, heads: u32, fixed_from: u32) -> u64 {
     match c.step.is_decode() {
         true => {
-            let policy = policy(c, heads, fixed_from);
+            let policy = policy(c, heads);
             scratch_parts(c, heads, policy.splits).iter().sum::<u64>() * 4
         }
         false => 0,
     }
 }
 
-fn policy(c: &Context, heads: u32, fixed_from: u32) -> DecodePolicy {
+fn policy(c: &Context, heads: u32) -> DecodePolicy {
     let kv_heads = heads / c.shape.heads_per_kv;
-    DecodePolicy::new(c.shape, c.profile, c.tuning, kv_heads, c.step.context, fixed_from)
+    DecodePolicy::new(c.shape, c.profile, c.tuning, kv_heads, c.step.context)
 }
 
 /// Records the attention of a decode step, with the output gate of `gate` (in each head the query, then the
@@ -130,21 +120,9 @@ pub fn attention_decode(
     scratch: Operand,
     gate: Option<Operand>,
 ) {
-    attention_decode_from(r, c, attend, scratch, gate, FIXED_FROM);
-}
-
-/// As [`attention_decode`], with another threshold of the fixed blocks.
-pub fn attention_decode_from(
-    r: &mut Recorder,
-    c: &Context,
-    attend: &Attend,
-    scratch: Operand,
-    gate: Option<Operand>,
-    fixed_from: u32,
-) {
     let segments = c.step.segments.len() as u32;
     debug_assert!(segments <= StepShape::DECODE_ROWS);
-    let policy = policy(c, attend.heads, fixed_from);
+    let policy = policy(c, attend.heads);
     let [outputs, sums] = scratch_parts(c, attend.heads, policy.splits);
     let mut args = attend.args(c);
     args.splits = policy.splits;
@@ -210,7 +188,7 @@ mod tests {
     fn policy(device: &str, kv_heads: u32, context: u32, tuning: &Tuning) -> DecodePolicy {
         let profile = Profile::named(device).unwrap();
         let shape = Shape::default();
-        DecodePolicy::new(&shape, &profile, tuning, kv_heads, context, FIXED_FROM)
+        DecodePolicy::new(&shape, &profile, tuning, kv_heads, context)
     }
 
     #[test]
@@ -257,8 +235,7 @@ mod tests {
         ];
         for (head_dim, heads_per_kv, pack, packed, apart) in table {
             let shape = shape(head_dim, heads_per_kv);
-            let of =
-                |tuning: &Tuning| DecodePolicy::new(&shape, &profile, tuning, 2, 4096, FIXED_FROM);
+            let of = |tuning: &Tuning| DecodePolicy::new(&shape, &profile, tuning, 2, 4096);
             let on = of(&Tuning::default());
             let off = of(&Tuning::without("pack_heads").unwrap());
             assert_eq!((on.pack, on.cache_reads(&shape)), (pack, packed));
@@ -266,9 +243,9 @@ mod tests {
             assert_eq!((on.splits, on.most_splits), (off.splits, off.most_splits));
             // Matrix units take eight heads at once, of whole 128s of elements, and cut nothing otherwise.
             let tuning = Tuning::default();
-            let units = DecodePolicy::new(&shape, &h200, &tuning, 2, 40_000, FIXED_FROM);
+            let units = DecodePolicy::new(&shape, &h200, &tuning, 2, 40_000);
             let plain = Tuning::without("matrix_attention").unwrap();
-            let plain = DecodePolicy::new(&shape, &h200, &plain, 2, 40_000, FIXED_FROM);
+            let plain = DecodePolicy::new(&shape, &h200, &plain, 2, 40_000);
             assert_eq!(units.units, head_dim % 128 == 0);
             assert_eq!(DecodePolicy { units: false, ..units }, plain);
         }
@@ -278,7 +255,7 @@ mod tests {
     fn fixed_blocks_have_a_gate() {
         let at = |shape: &Shape, context, tuning: &Tuning| {
             let profile = Profile::named("h200").unwrap();
-            let p = DecodePolicy::new(shape, &profile, tuning, 2, context, FIXED_FROM);
+            let p = DecodePolicy::new(shape, &profile, tuning, 2, context);
             p.has_fixed(context)
         };
         let (on, off) = (Tuning::default(), Tuning::without("fixed_block").unwrap());

@@ -50,6 +50,10 @@ kernel_args! {
         fixed_from: u32,
         /// First element of the maxima and sums in the scratch.
         sums_at: u32,
+        /// Of flash attention: tiles of the step.
+        tiles: u32,
+        /// Tiles in front of the dispatch's, where it is one of several.
+        first: u32,
         /// `log2(e) / sqrt(head_dim)`.
         scale: f32,
     }
@@ -85,6 +89,8 @@ impl Attend {
             most_splits: 1,
             fixed_from: u32::MAX,
             sums_at: 0,
+            tiles: 0,
+            first: 0,
             scale: std::f32::consts::LOG2_E / (c.shape.head_dim as f32).sqrt(),
         }
     }

@@ -1,9 +1,11 @@
 //! Attention over prompts.
 
-use super::Attend;
+use std::mem::offset_of;
+
+use super::{Attend, AttentionArgs};
 use crate::kernels::common::Context;
 use crate::list::{Access, Binding, Recorder};
-use crate::profile::Platform;
+use crate::profile::{Platform, Profile};
 use crate::text::Shape;
 
 /// How a prompt's attention is cut into tiles.
@@ -21,20 +23,9 @@ pub struct FlashPolicy {
 
 impl FlashPolicy {
     /// The policy for segments of at most `longest` rows.
-    pub fn new(shape: &Shape, platform: Platform, longest: u32) -> Self {
-        let simd_rows = match platform {
-            // mma.sync has tiles of 16 rows, and 255 registers hold 16 · 256 sums and as many queries.
-            Platform::Cuda => 16,
-            // 8 rows are 64 registers of sums for a head of 256; 16 would be 128, which Apple's cores spill.
-            Platform::Metal | Platform::MetalTensor => 8,
-            Platform::Host => {
-                if longest > 8 {
-                    16
-                } else {
-                    8
-                }
-            }
-        };
+    pub fn new(shape: &Shape, profile: &Profile, longest: u32) -> Self {
+        let only = profile.platform == Platform::Cuda;
+        let simd_rows = if only || longest > 8 { profile.thresholds.flash_rows } else { 8 };
         let heads = shape.heads_per_kv.clamp(1, 8);
         let simds = if 8u32.is_multiple_of(heads) { 8 } else { heads };
         Self {
@@ -49,23 +40,25 @@ impl FlashPolicy {
 /// Records causal flash attention of a step of any segments.
 pub fn attention_prefill(r: &mut Recorder, c: &Context, attend: &Attend) {
     let longest = c.step.segments.iter().copied().max().unwrap_or(0);
-    let policy = FlashPolicy::new(c.shape, c.profile.platform, longest);
-    let args = attend.args(c);
+    let policy = FlashPolicy::new(c.shape, c.profile, longest);
+    let mut args = attend.args(c);
     let mut bindings = attend.bindings(c);
     bindings.push(Binding::new(attend.out, Access::Write));
-    let tiles = c.step.segments.iter().map(|rows| rows.div_ceil(policy.tile_rows)).sum();
+    args.tiles = c.step.segments.iter().map(|rows| rows.div_ceil(policy.tile_rows)).sum();
     let kernel = if policy.simd_rows == 16 { "flash_attention_16" } else { "flash_attention_8" };
-    let groups = [tiles, args.kv_heads * policy.columns, 1];
+    let groups = [args.tiles, args.kv_heads * policy.columns, 1];
     let cache = c.step.segments.len() as u64 * attend.cache_bytes(c);
     let traffic = 2 * attend.row_bytes(c) + cache;
     r.dispatch(kernel, groups, 32 * policy.simds, bindings, &args, traffic);
     // Scores and values: at most the whole context for each row.
     r.worth(attend.row_bytes(c) * u64::from(c.step.context));
+    r.may_cut(0, offset_of!(AttentionArgs, first));
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::thresholds::Thresholds;
 
     #[test]
     fn tiles_have_eight_simdgroups_of_one_head_each() {
@@ -84,7 +77,9 @@ mod tests {
         ];
         for (heads_per_kv, platform, longest, want) in table {
             let shape = Shape { heads_per_kv, ..Shape::default() };
-            let p = FlashPolicy::new(&shape, platform, longest);
+            let thresholds = Thresholds::of(platform, "");
+            let host = Profile::named("softgpu").unwrap();
+            let p = FlashPolicy::new(&shape, &Profile { platform, thresholds, ..host }, longest);
             assert_eq!([p.simd_rows, p.simds, p.tile_rows, p.columns], want, "{heads_per_kv}");
         }
     }
