@@ -12,9 +12,9 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use lily_device::{
-    Counters, Input, Limits, Measure, MemoryNeed, OperationTime, OperationTimes, Output, Program,
-    Refusal, Score, Segment, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut, StepSlots,
-    Ticket, check_params, check_step,
+    Counters, Input, KvPart, Limits, Measure, MemoryNeed, OperationTime, OperationTimes, Output,
+    Program, Refusal, Score, Segment, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut,
+    StepSlots, Ticket, check_params, check_room, check_step,
 };
 use lily_ops::sample::{SampleParams, Sampled, sample};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
@@ -358,9 +358,10 @@ impl Program for CpuProgram {
         Ok(self.slots.get(slot)?.position)
     }
 
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
         let live = self.slots.get(slot)?;
-        let (recurrent, conv, kv) = self.executor.state().save(slot, &live.pages, live.position);
+        let tokens = from.min(live.position)..live.position;
+        let (recurrent, conv, kv) = self.executor.state().save(slot, &live.pages, tokens);
         Ok(Snapshot {
             position: live.position,
             last_sampled: live.last_sampled,
@@ -372,15 +373,23 @@ impl Program for CpuProgram {
         })
     }
 
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
-        self.executor.state().check_snapshot(snapshot).map_err(Refusal::Invalid)?;
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
+        self.executor.state().check_snapshot(snapshot, kv).map_err(Refusal::Invalid)?;
+        check_room(&self.executor.limits(), slot, snapshot.position)?;
         self.slots.reserve_for_restore(slot, snapshot.position)?;
         let live = self.slots.live_mut(slot);
         live.position = snapshot.position;
         live.last_sampled = snapshot.last_sampled;
         live.generated = snapshot.generated;
         live.counts = snapshot.counts.clone();
-        self.executor.state_mut().load(slot, &live.pages, snapshot);
+        let state = self.executor.state_mut();
+        state.load(slot, snapshot);
+        kv.iter().for_each(|part| state.load_kv(&live.pages, part));
         Ok(())
     }
 

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 use half::bf16;
-use lily_device::{Limits, PrepareError, SlotId, Snapshot};
+use lily_device::pages::page_runs;
+use lily_device::{KvPart, Limits, PrepareError, SlotId, Snapshot};
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::{ElementType, SlotState, StateLayout};
 
@@ -95,16 +96,16 @@ fn at(layout: &StateLayout, pages: &[u32], head: usize, token: usize) -> usize {
     page * layout.page_len() + (head * PAGE_TOKENS + token % PAGE_TOKENS) * layout.head_dim
 }
 
-/// Start and length of each run of a head's elements that lie together, for `tokens` tokens in order.
+/// Start and length of each run of a head's elements that lie together, for a range of tokens in order.
 fn runs<'a>(
     layout: &'a StateLayout,
     pages: &'a [u32],
     head: usize,
-    tokens: usize,
+    tokens: Range<usize>,
 ) -> impl Iterator<Item = (usize, usize)> + 'a {
-    (0..tokens).step_by(PAGE_TOKENS).map(move |token| {
-        let count = (tokens - token).min(PAGE_TOKENS);
-        (at(layout, pages, head, token), count * layout.head_dim)
+    page_runs(tokens).map(move |run| {
+        let len = run.len() * layout.head_dim;
+        (at(layout, pages, head, run.start), len)
     })
 }
 
@@ -162,16 +163,21 @@ impl State {
         (s * recurrent..(s + 1) * recurrent, s * conv..(s + 1) * conv)
     }
 
-    /// Bytes of a slot's recurrent state, convolution state and cache of `tokens` tokens.
-    pub fn save(&self, slot: SlotId, pages: &[u32], tokens: usize) -> (Vec<u8>, Vec<u8>, Vec<u8>) {
+    /// Bytes of a slot's recurrent state, convolution state and cache of these tokens.
+    pub fn save(
+        &self,
+        slot: SlotId,
+        pages: &[u32],
+        tokens: Range<usize>,
+    ) -> (Vec<u8>, Vec<u8>, Vec<u8>) {
         let (recurrent, conv) = self.slot_lens();
         let s = slot.0 as usize;
-        let mut kv = Vec::with_capacity(self.kv_bytes(tokens));
+        let mut kv = Vec::with_capacity(self.kv_bytes(tokens.len()));
         let conv = with_cache!(&self.stored, c => {
             for pair in c.k.iter().zip(&c.v) {
                 for part in [pair.0, pair.1] {
                     for head in 0..self.layout.kv_heads {
-                        for (start, len) in runs(&self.layout, pages, head, tokens) {
+                        for (start, len) in runs(&self.layout, pages, head, tokens.clone()) {
                             kv.extend_from_slice(bytemuck::cast_slice(&part[start..start + len]));
                         }
                     }
@@ -188,40 +194,40 @@ impl State {
         l.kv_layers * 2 * l.kv_heads * tokens * l.head_dim * l.cache_element.size()
     }
 
-    /// Whether a snapshot is one of this plan.
-    pub fn check_snapshot(&self, snapshot: &Snapshot) -> Result<(), String> {
+    /// Whether a snapshot and its cache are of this plan.
+    pub fn check_snapshot(&self, snapshot: &Snapshot, kv: &[KvPart<'_>]) -> Result<(), String> {
         let (recurrent, conv) = self.slot_lens();
-        let want = [
-            recurrent * 4,
-            conv * self.layout.cache_element.size(),
-            self.kv_bytes(snapshot.position),
-        ];
-        let have = [snapshot.recurrent.len(), snapshot.conv.len(), snapshot.kv.len()];
-        match want == have {
-            true => Ok(()),
-            false => Err(format!(
-                "the snapshot holds {have:?} bytes of recurrent state, convolution state and cache, this model has {want:?}; it is of another model or precision"
-            )),
+        let want = [recurrent * 4, conv * self.layout.cache_element.size()];
+        let have = [snapshot.recurrent.len(), snapshot.conv.len()];
+        if want != have {
+            return Err(format!(
+                "the snapshot holds {have:?} bytes of recurrent and convolution state, this model has {want:?}; it is of another model or precision"
+            ));
         }
+        KvPart::check(kv, snapshot.position, self.kv_bytes(1))
     }
 
-    /// The reverse of [`save`](Self::save); the snapshot has been checked.
-    pub fn load(&mut self, slot: SlotId, pages: &[u32], snapshot: &Snapshot) {
+    /// The reverse of [`save`](Self::save), but for the cache; the snapshot has been checked.
+    pub fn load(&mut self, slot: SlotId, snapshot: &Snapshot) {
         let (recurrent, conv) = self.slot_lens();
         let s = slot.0 as usize;
         copy_bytes(&mut self.recurrent[s * recurrent..][..recurrent], &snapshot.recurrent);
+        with_cache!(&mut self.stored, c => {
+            copy_bytes(&mut c.conv[s * conv..][..conv], &snapshot.conv);
+        });
+    }
+
+    /// Writes a part of a slot's cache; it has been checked.
+    pub fn load_kv(&mut self, pages: &[u32], kv: &KvPart<'_>) {
         let layout = self.layout;
         let mut from = 0;
         with_cache!(&mut self.stored, c => {
-            copy_bytes(&mut c.conv[s * conv..][..conv], &snapshot.conv);
-            for (k, v) in c.k.iter_mut().zip(&mut c.v) {
-                for part in [k, v] {
-                    for head in 0..layout.kv_heads {
-                        for (start, len) in runs(&layout, pages, head, snapshot.position) {
-                            let bytes = len * layout.cache_element.size();
-                            copy_bytes(&mut part[start..start + len], &snapshot.kv[from..from + bytes]);
-                            from += bytes;
-                        }
+            for part in c.k.iter_mut().zip(&mut c.v).flat_map(|(k, v)| [k, v]) {
+                for head in 0..layout.kv_heads {
+                    for (start, len) in runs(&layout, pages, head, kv.from..kv.to) {
+                        let bytes = len * layout.cache_element.size();
+                        copy_bytes(&mut part[start..start + len], &kv.bytes[from..from + bytes]);
+                        from += bytes;
                     }
                 }
             }

@@ -6,9 +6,9 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use lily_device::{
-    Call, Counters, Device, Fault, FaultyProgram, Input, Limits, MemoryLimit, MemoryNeed, Output,
-    PrepareError, Program, Refusal, Schedule, Score, Segment, SegmentOut, SlotId, Snapshot, Step,
-    StepError, StepOut, Ticket, Weight,
+    Call, Counters, Device, Fault, FaultyProgram, Input, KvPart, Limits, MemoryLimit, MemoryNeed,
+    Output, PrepareError, Program, Refusal, Schedule, Score, Segment, SegmentOut, SlotId, Snapshot,
+    Step, StepError, StepOut, Ticket, Weight,
 };
 use lily_engine::{
     Cancel, Engine, EngineError, EngineOptions, GenerateParams, Generated, Logprobs, Machine,
@@ -29,6 +29,11 @@ fn mix(mut x: u64) -> u64 {
 
 fn see(state: u64, token: u32) -> u64 {
     mix(state.rotate_left(7) ^ u64::from(token))
+}
+
+/// Tells one cache from another.
+fn sum(kv: &[u8]) -> u64 {
+    kv.iter().fold(1, |sum, byte| see(sum, u32::from(*byte)))
 }
 
 fn choose(state: u64, seed: u64, index: u64) -> u32 {
@@ -80,6 +85,8 @@ pub mod oracle {
 struct Slot {
     state: u64,
     position: usize,
+    /// A byte for each token seen, in the place of K and V.
+    kv: Vec<u8>,
     pages: usize,
     generated: u64,
     /// The token that the previous step sampled.
@@ -243,6 +250,7 @@ impl Program for FakeProgram {
             let mut states = Vec::new();
             for &t in tokens {
                 slot.state = see(slot.state, t);
+                slot.kv.push(slot.state as u8);
                 states.push(slot.state);
             }
             slot.position += tokens.len();
@@ -316,25 +324,36 @@ impl Program for FakeProgram {
         Ok(self.slot(slot)?.position)
     }
 
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
         let slot = self.slot(slot)?;
+        let state = [slot.state, sum(&slot.kv)].map(u64::to_le_bytes).concat();
         Ok(Snapshot {
             position: slot.position,
             last_sampled: slot.last,
             generated: slot.generated,
             counts: Default::default(),
-            recurrent: slot.state.to_le_bytes().to_vec(),
+            recurrent: state,
             conv: Vec::new(),
-            kv: vec![0; slot.position],
+            kv: slot.kv[from..].to_vec(),
         })
     }
 
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
         let have = self.slot(slot)?.pages;
         let pages = have + self.take_pages(snapshot.position, have)?;
+        KvPart::check(kv, snapshot.position, 1).map_err(Refusal::Invalid)?;
+        let (state, check) = snapshot.recurrent.split_at(8);
+        let kv = kv.iter().flat_map(|part| part.bytes).copied().collect::<Vec<u8>>();
+        rule(check == sum(&kv).to_le_bytes(), "the cache is not that of the state")?;
         *self.slot_mut(slot)? = Slot {
-            state: u64::from_le_bytes(snapshot.recurrent.as_slice().try_into().unwrap()),
+            state: u64::from_le_bytes(state.try_into().unwrap()),
             position: snapshot.position,
+            kv,
             pages,
             generated: snapshot.generated,
             last: snapshot.last_sampled,

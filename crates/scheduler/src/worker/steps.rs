@@ -7,6 +7,7 @@ use lily_ops::plan::PAGE_TOKENS;
 
 use super::{Airborne, Fate, Lost, Worker, fate};
 use crate::job::Ahead;
+use crate::pace::{GRAIN, cut};
 use crate::shared::Counters;
 
 /// What a running job does in a step.
@@ -110,7 +111,11 @@ impl Worker {
             if room == 0 {
                 break;
             }
-            let rows = until.min(room);
+            let rows = cut(until, room);
+            // Too little room for a chunk of one more prompt is left free; it is the first in the next step.
+            if rows < until && rows < GRAIN && parts.iter().any(|p| p.rows > 0) {
+                break;
+            }
             room -= rows;
             self.last_prompt = seq;
             parts.push(Part { seq, rows });

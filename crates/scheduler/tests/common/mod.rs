@@ -9,7 +9,7 @@ use std::time::Duration;
 
 pub use fake::{FakeDevice, oracle, prompt};
 use lily_device::{
-    Counters, Device, FaultyDevice, Limits, MemoryLimit, MemoryNeed, PrepareError, Program,
+    Counters, Device, FaultyDevice, KvPart, Limits, MemoryLimit, MemoryNeed, PrepareError, Program,
     Schedule, SlotId, Snapshot, Step, StepError, StepOut, Ticket, Weight,
 };
 use lily_engine::{Engine, EngineOptions, Machine, SampleParams, Sampled};
@@ -155,11 +155,16 @@ impl Program for GatedProgram {
     fn position(&self, slot: SlotId) -> Result<usize, StepError> {
         self.inner.position(slot)
     }
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
-        self.inner.snapshot(slot)
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
+        self.inner.snapshot_behind(slot, from)
     }
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
-        self.inner.restore(slot, snapshot)
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
+        self.inner.restore_parts(slot, snapshot, kv)
     }
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {
         self.inner.export(slot)
