@@ -417,3 +417,64 @@ fn a_slot_holds_its_context() {
     let long = roomy.snapshot(SLOT).expect("usable");
     assert!(matches!(program.restore(SlotId(1), &long), Err(StepError::Refused(_))));
 }
+
+/// States kept on the way of a step are those of steps that end there, and keeping them changes nothing; with another
+/// slot in the step that keeps others.
+#[test]
+fn states_inside_a_step_are_those_at_its_end() {
+    for precision in [Precision::Standard, Precision::Precise] {
+        let subject = Subject::new("tiny-c", precision);
+        let mut plain = subject.program(Isa::detect(), 2, 2);
+        let mut program = subject.program(Isa::detect(), 2, 2);
+        let other = SlotId(1);
+        let steps = [(30, 0), (470, 600), (40, 50)];
+        let marks =
+            [(vec![29, 30], vec![]), (vec![1, 100, 226, 227, 469], vec![599]), (vec![], vec![7])];
+        let mut at = (0, 0);
+        for (rows, marks) in steps.into_iter().zip(marks) {
+            let mut segments = Vec::new();
+            for (slot, from, n, marks) in
+                [(SLOT, at.0, rows.0, &marks.0), (other, at.1, rows.1, &marks.1)]
+            {
+                program.mark(slot, marks).expect("they ascend");
+                if n > 0 {
+                    let input = Input::Tokens(subject.tokens[from..from + n].to_vec());
+                    segments.push(Segment { slot, input, output: Output::Logits });
+                }
+            }
+            let out = program.run(Step { segments }).expect("the step runs").segments;
+            for (i, (slot, from, n, marks)) in
+                [(SLOT, at.0, rows.0, &marks.0), (other, at.1, rows.1, &marks.1)]
+                    .into_iter()
+                    .enumerate()
+            {
+                let inside: Vec<usize> = marks.iter().copied().filter(|m| *m < n).collect();
+                let taken = program.take_marked(slot, from).expect("usable");
+                assert_eq!(taken.len(), inside.len());
+                assert!(program.take_marked(slot, from).expect("usable").is_empty(), "once");
+                let (mut got, mut begin) = (Vec::new(), 0);
+                for (snapshot, end) in taken.iter().zip(&inside) {
+                    got.extend(run(&mut *plain, slot, &subject.tokens[from + begin..from + end]));
+                    let want = plain.snapshot_behind(slot, from + begin).expect("usable");
+                    assert!(*snapshot == want, "{precision:?} {slot:?} {from} + {end}");
+                    begin = *end;
+                }
+                if n > 0 {
+                    got.extend(run(&mut *plain, slot, &subject.tokens[from + begin..from + n]));
+                    assert!(got == bits(&out[i]), "{precision:?} {slot:?} {from}");
+                }
+            }
+            at = (at.0 + rows.0, at.1 + rows.1);
+        }
+        assert!(program.snapshot(SLOT).expect("usable") == plain.snapshot(SLOT).expect("usable"));
+        assert!(program.snapshot(other).expect("usable") == plain.snapshot(other).expect("usable"));
+        for wrong in [&[0, 1][..], &[3, 3], &[4, 2]] {
+            assert!(matches!(program.mark(SLOT, wrong), Err(StepError::Refused(_))));
+        }
+        // What was asked for goes with the slot's state.
+        program.mark(SLOT, &[2]).expect("they ascend");
+        program.reset(SLOT).expect("the slot exists");
+        run(&mut *program, SLOT, &subject.tokens[..9]);
+        assert!(program.take_marked(SLOT, 0).expect("usable").is_empty());
+    }
+}

@@ -231,6 +231,20 @@ impl Program for FaultyProgram {
         Ok(())
     }
 
+    fn marks(&self) -> bool {
+        self.inner.marks()
+    }
+
+    fn mark(&mut self, slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        self.usable(slot)?;
+        self.inner.mark(slot, rows)
+    }
+
+    fn take_marked(&mut self, slot: SlotId, from: usize) -> Result<Vec<Snapshot>, StepError> {
+        self.usable(slot)?;
+        self.call(Call::Snapshot, slot, |program| program.take_marked(slot, from))
+    }
+
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {
         self.usable(slot)?;
         self.inner.export(slot)

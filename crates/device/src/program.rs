@@ -267,6 +267,31 @@ pub trait Program: Send {
         kv: &[KvPart<'_>],
     ) -> Result<(), StepError>;
 
+    /// Whether states inside a step can be [kept](Self::mark); else they are there at the ends of steps only.
+    fn marks(&self) -> bool {
+        false
+    }
+
+    /// Has the next step of a slot copy the recurrent state behind so many of its tokens each, in place of what was
+    /// asked for before. Those that the step does not go beyond are passed over.
+    ///
+    /// # Errors
+    /// The device cannot do it, or the numbers do not ascend from 1.
+    fn mark(&mut self, _slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        match rows.is_empty() {
+            true => Ok(()),
+            false => {
+                Err(Refusal::Invalid("this device keeps no state inside a step".into()).into())
+            }
+        }
+    }
+
+    /// The copies that the last step of a slot made, in order, once: as [`snapshot_behind`](Self::snapshot_behind)
+    /// there, K and V of each from where the one before it ends.
+    fn take_marked(&mut self, _slot: SlotId, _from: usize) -> Result<Vec<Snapshot>, StepError> {
+        Ok(Vec::new())
+    }
+
     /// A slot's state in the canonical form of the reference, for tests.
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError>;
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use lily_device::{KvPart, Output, Plan, SlotId, Snapshot};
 use lily_ops::plan::PAGE_TOKENS;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, next_epoch};
 use crate::error::EngineError;
 use crate::session::{Session, Timings};
 
@@ -111,6 +111,16 @@ impl Drop for Span {
 struct Kept {
     snapshot: Snapshot,
     reserved: Reserved,
+}
+
+/// A state inside a step that is to be kept, with its memory.
+#[derive(Debug)]
+pub(crate) struct Mark {
+    /// Tokens in the state.
+    position: usize,
+    reserved: Reserved,
+    /// What snapshots alive have of the tokens before the step.
+    shared: Option<Arc<Span>>,
 }
 
 /// A session at one moment, in host memory: cheap to clone, exact, restorable into any session of an engine
@@ -235,6 +245,80 @@ impl Engine {
         })
     }
 
+    /// Whether states inside a step can be [kept](Self::mark), with one step in flight at a time.
+    pub fn marks(&self) -> bool {
+        self.program.marks() && !self.overlaps()
+    }
+
+    /// Has the session's next step keep the states behind so many of its tokens each, ascending, so that it need not
+    /// end there. What was asked for before is forgotten.
+    ///
+    /// # Errors
+    /// [`SnapshotMemory`](EngineError::SnapshotMemory) if they do not fit beside what is alive; none is kept then.
+    pub fn mark(&mut self, session: &mut Session, rows: &[usize]) -> Result<(), EngineError> {
+        self.usable(session)?;
+        if rows.is_empty() && session.marks.is_empty() {
+            return Ok(());
+        }
+        session.marks.clear();
+        let marked = self.program.mark(session.slot(), &[]);
+        self.note(session, marked)?;
+        let shared = self.shared(session);
+        let mut from = shared.as_ref().map_or(0, |span| span.to);
+        let mut marks = Vec::new();
+        for rows in rows {
+            let position = session.tokens.len() + rows;
+            let new = kv_bytes(self.plan(), position.saturating_sub(from));
+            let bytes = state_bytes(self.plan(), position).saturating_add(new);
+            let reserved = self.host_memory.reserve(bytes)?;
+            marks.push(Mark { position, reserved, shared: shared.clone() });
+            from = position;
+        }
+        let marked = self.program.mark(session.slot(), rows);
+        self.note(session, marked)?;
+        session.marks = marks;
+        Ok(())
+    }
+
+    /// The states that the session's last step [kept](Self::mark), in order, once. They are states of its prompt: an
+    /// answer begins anew in them.
+    pub fn take_marked(
+        &mut self,
+        session: &mut Session,
+    ) -> Result<Vec<SessionSnapshot>, EngineError> {
+        let mut marks = std::mem::take(&mut session.marks);
+        let Some(first) = marks.first() else { return Ok(Vec::new()) };
+        self.usable(session)?;
+        let mut before = first.shared.clone();
+        let from = before.as_ref().map_or(0, |span| span.to);
+        let taken = self.program.take_marked(session.slot(), from);
+        let taken = self.note(session, taken)?;
+        let mut snapshots = Vec::new();
+        for mut snapshot in taken {
+            let to = snapshot.position;
+            let Some(at) = marks.iter().position(|m| m.position == to) else { continue };
+            let from = before.as_ref().map_or(0, |span| span.to);
+            let mut reserved = marks.swap_remove(at).reserved;
+            let bytes = std::mem::take(&mut snapshot.kv);
+            let kept = reserved.split(kv_bytes(self.plan(), to - from));
+            let kv = Arc::new(Span { from, to, bytes, before, reserved: kept });
+            before = Some(Arc::clone(&kv));
+            snapshots.push(SessionSnapshot {
+                tokens: session.tokens[..to].into(),
+                pending: [].into(),
+                last_sampled: None,
+                timings: Timings::default(),
+                epoch: next_epoch(),
+                state: Arc::new(Kept { snapshot, reserved }),
+                kv,
+            });
+        }
+        if let Some(last) = snapshots.last() {
+            self.set_copied(session.slot(), Arc::downgrade(&last.kv));
+        }
+        Ok(snapshots)
+    }
+
     /// Puts a session, poisoned or not, into the state of a snapshot.
     pub fn restore(
         &mut self,
@@ -261,6 +345,7 @@ impl Engine {
         session.tokens = snapshot.tokens.to_vec();
         session.pending = snapshot.pending.to_vec();
         session.flown.clear();
+        session.marks.clear();
         session.decoded_last = false;
         session.last_sampled = snapshot.last_sampled;
         session.timings = snapshot.timings;

@@ -547,3 +547,52 @@ fn options_are_checked() {
     assert_eq!(EngineOptions::new(100, 8, 4).limits().rows, 8);
     assert_eq!(EngineOptions::new(100, 1, 512).limits().rows, 100);
 }
+
+/// States inside steps, taken while a prompt is computed, are as good as snapshots, and share its cache with them.
+#[test]
+fn states_inside_a_step_are_snapshots() {
+    let device = FakeDevice { marks: true, ..FakeDevice::default() };
+    let options = EngineOptions { context: 2048, chunk: 300, slots: 3, ..OPTIONS };
+    let plan = plan_with_cache();
+    let mut engine =
+        Engine::on_machine(&device, plan, Vec::new(), options, &Machine::UNKNOWN).unwrap();
+    assert!(engine.marks());
+    let mut session = engine.open_session().unwrap();
+    engine.stage(&mut session, &prompt(700)).unwrap();
+    let mut taken = Vec::new();
+    for marks in [&[10, 299, 300][..], &[], &[50, 99]] {
+        engine.mark(&mut session, marks).unwrap();
+        let work = session.prefill_segment(300, &Output::None).unwrap();
+        engine.step(vec![work]).unwrap();
+        let new = engine.take_marked(&mut session).unwrap();
+        assert!(engine.take_marked(&mut session).unwrap().is_empty());
+        taken.extend(new);
+    }
+    let lengths: Vec<usize> = taken.iter().map(|s| s.tokens().len()).collect();
+    assert_eq!(lengths, [10, 299, 650, 699]);
+    let states: u64 = lengths.iter().map(|n| *n as u64 * 4).sum();
+    assert_eq!(engine.snapshot_bytes_used(), states + 699 * 8);
+    assert_eq!(SessionSnapshot::bytes_of(&taken), states + 699 * 8);
+    for snapshot in &taken {
+        let mut fork = engine.fork(snapshot).unwrap();
+        let tokens = [snapshot.tokens(), &[8, 9]].concat();
+        let got = answer(&mut engine, &mut fork, &tokens, 4).unwrap();
+        assert_eq!(got.ids, oracle::answer(&tokens, 0, 4));
+        engine.close(fork).unwrap();
+    }
+    // Without room for all of them none is asked for, and nothing is lost.
+    let small = EngineOptions { snapshot_bytes: 50 * 12, ..options };
+    let mut engine =
+        Engine::on_machine(&device, plan_with_cache(), Vec::new(), small, &Machine::UNKNOWN)
+            .unwrap();
+    let mut session = engine.open_session().unwrap();
+    engine.stage(&mut session, &prompt(100)).unwrap();
+    let error = engine.mark(&mut session, &[40, 60]).unwrap_err();
+    assert!(matches!(error, EngineError::SnapshotMemory { .. }), "{error}");
+    assert_eq!(engine.snapshot_bytes_used(), 0);
+    engine.mark(&mut session, &[40]).unwrap();
+    let work = session.prefill_segment(300, &Output::None).unwrap();
+    engine.step(vec![work]).unwrap();
+    assert_eq!(engine.take_marked(&mut session).unwrap().len(), 1);
+    assert_eq!(engine.snapshot_bytes_used(), 0);
+}

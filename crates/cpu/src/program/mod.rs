@@ -95,6 +95,7 @@ impl CpuProgram {
             self.slots.grow(*slot, rows);
             let live = self.slots.live_mut(*slot);
             live.undo = None;
+            self.executor.state_mut().begin_marks(*slot, rows);
             if rows == 1 && self.executor.limits().undo {
                 live.remember();
                 self.executor.state_mut().keep(*slot);
@@ -111,8 +112,14 @@ impl CpuProgram {
         for (slot, list) in ids.iter().zip(&tokens) {
             let live = self.slots.live_mut(*slot);
             match failed.contains(slot) {
-                true => live.poisoned = true,
-                false => live.position += list.len(),
+                true => {
+                    live.poisoned = true;
+                    self.executor.state_mut().unmark(*slot);
+                }
+                false => {
+                    self.executor.state_mut().end_marks(*slot, live.position);
+                    live.position += list.len();
+                }
             }
         }
         match segments.first() {
@@ -344,7 +351,9 @@ impl Program for CpuProgram {
 
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
         self.slots.reset(slot)?;
-        self.executor.state_mut().clear(slot);
+        let state = self.executor.state_mut();
+        state.clear(slot);
+        state.unmark(slot);
         Ok(())
     }
 
@@ -389,8 +398,44 @@ impl Program for CpuProgram {
         live.counts = snapshot.counts.clone();
         let state = self.executor.state_mut();
         state.load(slot, snapshot);
+        state.unmark(slot);
         kv.iter().for_each(|part| state.load_kv(&live.pages, part));
         Ok(())
+    }
+
+    fn marks(&self) -> bool {
+        true
+    }
+
+    fn mark(&mut self, slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        self.slots.get(slot)?;
+        if rows.first() == Some(&0) || !rows.is_sorted_by(|a, b| a < b) {
+            let what = format!("states behind {rows:?} tokens of a step: they must ascend from 1");
+            return Err(Refusal::Invalid(what).into());
+        }
+        self.executor.state_mut().mark(slot, rows);
+        Ok(())
+    }
+
+    fn take_marked(&mut self, slot: SlotId, from: usize) -> Result<Vec<Snapshot>, StepError> {
+        let pages = self.slots.get(slot)?.pages.clone();
+        let state = self.executor.state_mut();
+        let mut from = from;
+        let taken = state.take_marked(slot).into_iter().map(|marked| {
+            let position = marked.position.unwrap_or_default();
+            let kv = state.save_kv(&pages, from.min(position)..position);
+            from = position;
+            Snapshot {
+                position,
+                last_sampled: None,
+                generated: 0,
+                counts: Default::default(),
+                recurrent: marked.recurrent,
+                conv: marked.conv,
+                kv,
+            }
+        });
+        Ok(taken.collect())
     }
 
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {

@@ -32,8 +32,21 @@ pub(super) struct Cache<T> {
     pub v: Vec<Vec<T>>,
 }
 
+/// A slot's recurrent and convolution state inside a step.
+pub(super) struct Marked {
+    pub slot: SlotId,
+    /// Tokens of the step before it.
+    pub rows: usize,
+    /// Tokens that the slot had seen there, when the step has run.
+    pub position: Option<usize>,
+    pub recurrent: Vec<u8>,
+    pub conv: Vec<u8>,
+}
+
 /// The state of all slots.
 pub(crate) struct State {
+    /// What steps are to keep on their way, and have kept.
+    pub(super) marked: Vec<Marked>,
     pub(super) layout: StateLayout,
     /// `[slot][recurrent layer][head][dv][dk]`.
     pub(super) recurrent: Vec<f32>,
@@ -119,6 +132,7 @@ impl State {
         let before = if limits.undo { recurrent } else { 0 };
         Ok(Self {
             layout,
+            marked: Vec::new(),
             recurrent: zeroed("recurrent state", recurrent)?,
             recurrent_before: zeroed("recurrent state", before)?,
             stored,
@@ -163,6 +177,85 @@ impl State {
         (s * recurrent..(s + 1) * recurrent, s * conv..(s + 1) * conv)
     }
 
+    /// Forgets what was to be kept in a slot's steps, and what was.
+    pub fn unmark(&mut self, slot: SlotId) {
+        self.marked.retain(|m| m.slot != slot);
+    }
+
+    /// Has a slot's next step keep its state behind so many tokens each.
+    pub fn mark(&mut self, slot: SlotId, rows: &[usize]) {
+        self.unmark(slot);
+        let layers = self.layout.recurrent_bytes();
+        let conv = self.layout.conv_bytes();
+        self.marked.extend(rows.iter().map(|&rows| Marked {
+            slot,
+            rows,
+            position: None,
+            recurrent: vec![0; layers],
+            conv: vec![0; conv],
+        }));
+    }
+
+    /// Rows of a slot's step of `rows` tokens behind which its state is kept, and the last one.
+    pub fn stops(&self, slot: SlotId, rows: usize) -> Vec<usize> {
+        let new = self.marked.iter().filter(|m| m.slot == slot && m.position.is_none());
+        new.map(|m| m.rows).filter(|at| *at < rows).chain([rows]).collect()
+    }
+
+    /// Keeps one layer's recurrent state of a slot, as it is behind `rows` tokens of the step.
+    pub fn keep_recurrent(&mut self, slot: SlotId, rows: usize, layer: usize) {
+        let (slot_len, len) = (self.slot_lens().0, self.layout.recurrent_len());
+        let state = &self.recurrent[slot.0 as usize * slot_len + layer * len..][..len];
+        if let Some(to) = self.marked.iter_mut().find(|m| m.slot == slot && m.rows == rows) {
+            to.recurrent[layer * len * 4..][..len * 4].copy_from_slice(bytemuck::cast_slice(state));
+        }
+    }
+
+    /// As [`keep_recurrent`](Self::keep_recurrent), of the convolution.
+    pub fn keep_conv(&mut self, slot: SlotId, rows: usize, layer: usize) {
+        let (slot_len, len) = (self.slot_lens().1, self.layout.conv_len());
+        let Some(to) = self.marked.iter_mut().find(|m| m.slot == slot && m.rows == rows) else {
+            return;
+        };
+        with_cache!(&self.stored, c => {
+            let state = &c.conv[slot.0 as usize * slot_len + layer * len..][..len];
+            let bytes: &[u8] = bytemuck::cast_slice(state);
+            to.conv[layer * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+        });
+    }
+
+    /// Before a step of `rows` tokens of a slot: what earlier ones kept is gone, and what lies beyond this one.
+    pub fn begin_marks(&mut self, slot: SlotId, rows: usize) {
+        self.marked.retain(|m| m.slot != slot || (m.position.is_none() && m.rows < rows));
+    }
+
+    /// After a slot's step, which began at `start`.
+    pub fn end_marks(&mut self, slot: SlotId, start: usize) {
+        for marked in self.marked.iter_mut().filter(|m| m.slot == slot) {
+            marked.position = Some(start + marked.rows);
+        }
+    }
+
+    /// Takes what a slot's last step kept.
+    pub(super) fn take_marked(&mut self, slot: SlotId) -> Vec<Marked> {
+        self.marked.extract_if(.., |m| m.slot == slot && m.position.is_some()).collect()
+    }
+
+    /// Bytes of a slot's cache of these tokens.
+    pub fn save_kv(&self, pages: &[u32], tokens: Range<usize>) -> Vec<u8> {
+        let mut kv = Vec::with_capacity(self.kv_bytes(tokens.len()));
+        with_cache!(&self.stored, c => {
+            for part in c.k.iter().zip(&c.v).flat_map(|(k, v)| [k, v]) {
+                for head in 0..self.layout.kv_heads {
+                    for (start, len) in runs(&self.layout, pages, head, tokens.clone()) {
+                        kv.extend_from_slice(bytemuck::cast_slice(&part[start..start + len]));
+                    }
+                }
+            }
+        });
+        kv
+    }
+
     /// Bytes of a slot's recurrent state, convolution state and cache of these tokens.
     pub fn save(
         &self,
@@ -172,17 +265,8 @@ impl State {
     ) -> (Vec<u8>, Vec<u8>, Vec<u8>) {
         let (recurrent, conv) = self.slot_lens();
         let s = slot.0 as usize;
-        let mut kv = Vec::with_capacity(self.kv_bytes(tokens.len()));
+        let kv = self.save_kv(pages, tokens);
         let conv = with_cache!(&self.stored, c => {
-            for pair in c.k.iter().zip(&c.v) {
-                for part in [pair.0, pair.1] {
-                    for head in 0..self.layout.kv_heads {
-                        for (start, len) in runs(&self.layout, pages, head, tokens.clone()) {
-                            kv.extend_from_slice(bytemuck::cast_slice(&part[start..start + len]));
-                        }
-                    }
-                }
-            }
             bytemuck::cast_slice(&c.conv[s * conv..][..conv]).to_vec()
         });
         let recurrent = bytemuck::cast_slice(&self.recurrent[s * recurrent..][..recurrent]);

@@ -94,6 +94,10 @@ struct Slot {
     held: bool,
     /// The state before the last step, if it was one of a single token.
     before: Option<Box<Slot>>,
+    /// Tokens of the next step behind which the state is kept.
+    marks: Vec<usize>,
+    /// States that the last step kept, with their positions.
+    marked: Vec<(usize, u64)>,
 }
 
 /// What a fake program saw, in order.
@@ -128,6 +132,8 @@ pub struct FakeProgram {
     tickets: u64,
     /// Steps in which the host takes part run alone, as on a GPU.
     overlaps: bool,
+    /// States inside steps are kept.
+    marks: bool,
     log: Arc<Mutex<Log>>,
 }
 
@@ -253,6 +259,8 @@ impl Program for FakeProgram {
                 slot.kv.push(slot.state as u8);
                 states.push(slot.state);
             }
+            let inside = std::mem::take(&mut slot.marks).into_iter().filter(|n| *n < tokens.len());
+            slot.marked = inside.map(|n| (slot.position + n, states[n - 1])).collect();
             slot.position += tokens.len();
             slot.pages = slot.pages.max(slot.position.div_ceil(PAGE_TOKENS));
             slot.last = None;
@@ -359,9 +367,41 @@ impl Program for FakeProgram {
             last: snapshot.last_sampled,
             held: false,
             before: None,
+            marks: Vec::new(),
+            marked: Vec::new(),
         };
         self.log.lock().unwrap().restores += 1;
         Ok(())
+    }
+
+    fn marks(&self) -> bool {
+        self.marks
+    }
+
+    fn mark(&mut self, slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        rule(self.marks || rows.is_empty(), "no states inside steps")?;
+        rule(rows.first() != Some(&0) && rows.is_sorted_by(|a, b| a < b), "marks out of order")?;
+        self.slot_mut(slot)?.marks = rows.to_vec();
+        Ok(())
+    }
+
+    fn take_marked(&mut self, slot: SlotId, from: usize) -> Result<Vec<Snapshot>, StepError> {
+        let slot = self.slot_mut(slot)?;
+        let mut from = from;
+        let taken = std::mem::take(&mut slot.marked).into_iter().map(|(position, state)| {
+            let kv = slot.kv[from..position].to_vec();
+            from = position;
+            Snapshot {
+                position,
+                last_sampled: None,
+                generated: 0,
+                counts: Default::default(),
+                recurrent: [state, sum(&slot.kv[..position])].map(u64::to_le_bytes).concat(),
+                conv: Vec::new(),
+                kv,
+            }
+        });
+        Ok(taken.collect())
     }
 
     fn export(&mut self, _: SlotId) -> Result<SlotState, StepError> {
@@ -393,6 +433,8 @@ pub struct FakeDevice {
     pub schedule: Schedule,
     /// Two steps in flight pay.
     pub overlaps: bool,
+    /// States inside steps are kept.
+    pub marks: bool,
     /// Fewer pages than all slots need.
     pub pages: Option<usize>,
     pub need: MemoryNeed,
@@ -427,8 +469,9 @@ impl Device for FakeDevice {
         limits.pages = self.pages.unwrap_or(limits.pages);
         let slots = vec![Slot::default(); limits.slots];
         let log = Arc::clone(&self.log);
-        let (done, tickets, overlaps) = (Vec::new(), 0, self.overlaps);
-        let program = Box::new(FakeProgram { plan, limits, slots, done, tickets, overlaps, log });
+        let (done, tickets, overlaps, marks) = (Vec::new(), 0, self.overlaps, self.marks);
+        let program = FakeProgram { plan, limits, slots, done, tickets, overlaps, marks, log };
+        let program = Box::new(program);
         let submits = self.faults.iter().map(|(n, fault)| (Call::Submit, *n, *fault));
         let schedule = submits.chain(self.schedule.iter().copied()).collect();
         Ok(Box::new(FaultyProgram::with_schedule(program, schedule)))

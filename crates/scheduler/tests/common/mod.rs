@@ -166,6 +166,15 @@ impl Program for GatedProgram {
     ) -> Result<(), StepError> {
         self.inner.restore_parts(slot, snapshot, kv)
     }
+    fn marks(&self) -> bool {
+        self.inner.marks()
+    }
+    fn mark(&mut self, slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        self.inner.mark(slot, rows)
+    }
+    fn take_marked(&mut self, slot: SlotId, from: usize) -> Result<Vec<Snapshot>, StepError> {
+        self.inner.take_marked(slot, from)
+    }
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {
         self.inner.export(slot)
     }
@@ -202,6 +211,8 @@ pub struct Setup {
     pub gated: bool,
     /// Two steps are kept in flight.
     pub overlaps: bool,
+    /// States inside steps are kept; else steps end where one is.
+    pub marks: bool,
 }
 
 pub const SLOTS: usize = 3;
@@ -219,13 +230,15 @@ impl Default for Setup {
             fail_prepare: 0,
             gated: false,
             overlaps: false,
+            marks: false,
         }
     }
 }
 
 impl Setup {
     pub fn start(self) -> Rig {
-        let fake = FakeDevice { overlaps: self.overlaps, ..FakeDevice::default() };
+        let (overlaps, marks) = (self.overlaps, self.marks);
+        let fake = FakeDevice { overlaps, marks, ..FakeDevice::default() };
         let log = Arc::clone(&fake.log);
         let gate = Arc::new(Gate::default());
         if !self.gated {
