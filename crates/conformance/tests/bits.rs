@@ -427,9 +427,9 @@ fn states_inside_a_step_are_those_at_its_end() {
         let mut plain = subject.program(Isa::detect(), 2, 2);
         let mut program = subject.program(Isa::detect(), 2, 2);
         let other = SlotId(1);
-        let steps = [(30, 0), (470, 600), (40, 50)];
+        let steps = [(30, 0), (470, 500), (40, 50)];
         let marks =
-            [(vec![29, 30], vec![]), (vec![1, 100, 226, 227, 469], vec![599]), (vec![], vec![7])];
+            [(vec![29, 30], vec![]), (vec![1, 100, 226, 227, 469], vec![499]), (vec![], vec![7])];
         let mut at = (0, 0);
         for (rows, marks) in steps.into_iter().zip(marks) {
             let mut segments = Vec::new();
