@@ -1,5 +1,6 @@
 //! The rules of a step, the same on every device: checked before anything changes.
 
+use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::sample::SampleParams;
 
 use crate::program::Limits;
@@ -92,7 +93,8 @@ pub fn check_step(
 
 /// Checks that a slot can hold that many tokens.
 pub fn check_room(limits: &Limits, slot: SlotId, tokens: usize) -> Result<(), Refusal> {
-    let most = limits.slot_tokens();
+    // Where there are fewer pages than that, they run out.
+    let most = limits.context.div_ceil(PAGE_TOKENS).saturating_mul(PAGE_TOKENS);
     match tokens <= most {
         true => Ok(()),
         false => Err(Refusal::Invalid(format!(

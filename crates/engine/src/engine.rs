@@ -147,7 +147,7 @@ impl Engine {
             abandoned: Abandoned::default(),
             last_landing: None,
             host_memory: Arc::new(HostMemory::new(options.snapshot_bytes)),
-            copied: vec![Weak::new(); options.slots],
+            copied: (0..options.slots).map(|_| Weak::new()).collect(),
             poisoned: BTreeMap::new(),
             lost: None,
         })

@@ -117,7 +117,7 @@ mod tests {
                 while left > 0 {
                     let rows = cut(left, room);
                     assert!(rows > 0 && rows <= room);
-                    assert!(rows == left || rows % GRAIN == 0 && left - rows >= GRAIN);
+                    assert!(rows == left || rows.is_multiple_of(GRAIN) && left - rows >= GRAIN);
                     left -= rows;
                 }
             }
