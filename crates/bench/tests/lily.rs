@@ -10,8 +10,8 @@ use lily_bench::{
 use lily_checkpoint::Checkpoint;
 use lily_cpu::{CpuDevice, CpuOptions};
 use lily_device::{
-    Counters, Device, Input, Limits, MemoryNeed, Plan, PrepareError, Program, SlotId, Snapshot,
-    Step, StepError, StepOut, Ticket, Weight,
+    Counters, Device, Input, KvPart, Limits, MemoryNeed, Plan, PrepareError, Program, SlotId,
+    Snapshot, Step, StepError, StepOut, Ticket, Weight,
 };
 use lily_engine::{
     Cancel, Engine as Inner, EngineOptions, Machine, SampleParams, Sampled, snapshot_bytes,
@@ -98,13 +98,18 @@ impl Program for TimedProgram {
     fn position(&self, slot: SlotId) -> Result<usize, StepError> {
         self.inner.position(slot)
     }
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
         self.pass(COPY);
-        self.inner.snapshot(slot)
+        self.inner.snapshot_behind(slot, from)
     }
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
         self.pass(COPY);
-        self.inner.restore(slot, snapshot)
+        self.inner.restore_parts(slot, snapshot, kv)
     }
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {
         self.inner.export(slot)

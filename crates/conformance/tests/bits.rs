@@ -5,7 +5,9 @@ use std::sync::Arc;
 use lily_checkpoint::Checkpoint;
 use lily_conformance::fixture_path;
 use lily_cpu::{CpuDevice, CpuOptions, Isa};
-use lily_device::{Device, Input, Limits, Output, Program, Segment, SegmentOut, SlotId, Step};
+use lily_device::{
+    Device, Input, KvPart, Limits, Output, Program, Segment, SegmentOut, SlotId, Step, StepError,
+};
 use lily_model::{Model, Precision};
 use lily_ops::case::Seeded;
 use lily_ops::sample::SampleParams;
@@ -339,4 +341,140 @@ fn scratch_is_bounded_by_the_chunk() {
     assert_eq!(program.position(SLOT), Ok(4096));
     assert!(marks.iter().all(|m| *m == marks[0]), "scratch grows with the context: {marks:?}");
     assert!(marks[0] <= scratch, "{} bytes in use, {scratch} planned", marks[0]);
+}
+
+/// K and V that were copied part by part, each when the tokens after the part before it had been computed, are those
+/// of the whole, and any state goes on from the parts up to it.
+#[test]
+fn a_cache_in_parts_is_the_whole_one() {
+    for precision in [Precision::Standard, Precision::Precise] {
+        let subject = Subject::new("tiny-c", precision);
+        let mut program = subject.program(Isa::detect(), 2, 2);
+        let all = subject.logits(&mut *program, 720, 720);
+        let vocab = subject.model.config.vocab_size;
+        program.reset(SLOT).expect("the slot exists");
+        let (mut taken, mut from) = (Vec::new(), 0);
+        for to in [1, 100, 256, 300, 300, 513, 700] {
+            if to > from {
+                run(&mut *program, SLOT, &subject.tokens[from..to]);
+            }
+            let snapshot = program.snapshot_behind(SLOT, from).expect("usable");
+            let whole = program.snapshot(SLOT).expect("usable");
+            assert_eq!(snapshot.recurrent, whole.recurrent);
+            taken.push((from, snapshot, whole));
+            from = to;
+        }
+        let parts: Vec<KvPart<'_>> = taken
+            .iter()
+            .map(|(from, s, _)| KvPart { from: *from, to: s.position, bytes: &s.kv })
+            .collect();
+        let other = SlotId(1);
+        for (i, (_, snapshot, whole)) in taken.iter().enumerate() {
+            program.restore_parts(other, snapshot, &parts[..=i]).expect("they fit");
+            assert!(program.snapshot(other).expect("usable") == *whole, "{i}");
+            let at = snapshot.position;
+            let got = run(&mut *program, other, &subject.tokens[at..at + 20]);
+            assert!(got == all[at * vocab..][..20 * vocab], "{i}");
+        }
+        // What is no whole cache changes nothing.
+        let before = program.snapshot(other).expect("usable");
+        let last = &taken[6].1;
+        let twice = [&parts[..2], &parts[1..]].concat();
+        let short = KvPart { bytes: &parts[0].bytes[1..], ..parts[0] };
+        let short = [&[short], &parts[1..]].concat();
+        for wrong in [&parts[1..], &parts[..6], &twice, &short, &[]] {
+            match program.restore_parts(other, last, wrong) {
+                Err(StepError::Refused(_)) => {}
+                result => panic!("{result:?}"),
+            }
+        }
+        assert!(program.snapshot(other).expect("usable") == before);
+    }
+}
+
+/// A slot holds its context and no more, whatever pages others leave.
+#[test]
+fn a_slot_holds_its_context() {
+    let subject = Subject::new("tiny-c", Precision::Standard);
+    let device = CpuDevice::new(CpuOptions { threads: Some(2), isa: None });
+    let plan = Arc::clone(&subject.model.plan);
+    let limits = Limits::new(3, 300, 512);
+    assert_eq!((limits.pages, limits.slot_pages(), limits.slot_tokens()), (6, 2, 512));
+    let mut program =
+        device.prepare(plan, subject.model.weights.clone(), limits).expect("it is prepared");
+    run(&mut *program, SLOT, &subject.tokens[..512]);
+    let one = Step::one(SLOT, Input::Tokens(vec![1]), Output::Logits);
+    match program.run(one) {
+        Err(StepError::Refused(refusal)) => {
+            let text = refusal.to_string();
+            assert!(text.contains("513 tokens") && text.contains("512 a slot"), "{text}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(program.position(SLOT).expect("usable"), 512);
+    let mut roomy = subject.program(Isa::detect(), 2, 1);
+    run(&mut *roomy, SLOT, &subject.tokens[..600]);
+    let long = roomy.snapshot(SLOT).expect("usable");
+    assert!(matches!(program.restore(SlotId(1), &long), Err(StepError::Refused(_))));
+}
+
+/// States kept on the way of a step are those of steps that end there, and keeping them changes nothing; with another
+/// slot in the step that keeps others.
+#[test]
+fn states_inside_a_step_are_those_at_its_end() {
+    for precision in [Precision::Standard, Precision::Precise] {
+        let subject = Subject::new("tiny-c", precision);
+        let mut plain = subject.program(Isa::detect(), 2, 2);
+        let mut program = subject.program(Isa::detect(), 2, 2);
+        let other = SlotId(1);
+        let steps = [(30, 0), (470, 500), (40, 50)];
+        let marks =
+            [(vec![29, 30], vec![]), (vec![1, 100, 226, 227, 469], vec![499]), (vec![], vec![7])];
+        let mut at = (0, 0);
+        for (rows, marks) in steps.into_iter().zip(marks) {
+            let mut segments = Vec::new();
+            for (slot, from, n, marks) in
+                [(SLOT, at.0, rows.0, &marks.0), (other, at.1, rows.1, &marks.1)]
+            {
+                program.mark(slot, marks).expect("they ascend");
+                if n > 0 {
+                    let input = Input::Tokens(subject.tokens[from..from + n].to_vec());
+                    segments.push(Segment { slot, input, output: Output::Logits });
+                }
+            }
+            let out = program.run(Step { segments }).expect("the step runs").segments;
+            for (i, (slot, from, n, marks)) in
+                [(SLOT, at.0, rows.0, &marks.0), (other, at.1, rows.1, &marks.1)]
+                    .into_iter()
+                    .enumerate()
+            {
+                let inside: Vec<usize> = marks.iter().copied().filter(|m| *m < n).collect();
+                let taken = program.take_marked(slot, from).expect("usable");
+                assert_eq!(taken.len(), inside.len());
+                assert!(program.take_marked(slot, from).expect("usable").is_empty(), "once");
+                let (mut got, mut begin) = (Vec::new(), 0);
+                for (snapshot, end) in taken.iter().zip(&inside) {
+                    got.extend(run(&mut *plain, slot, &subject.tokens[from + begin..from + end]));
+                    let want = plain.snapshot_behind(slot, from + begin).expect("usable");
+                    assert!(*snapshot == want, "{precision:?} {slot:?} {from} + {end}");
+                    begin = *end;
+                }
+                if n > 0 {
+                    got.extend(run(&mut *plain, slot, &subject.tokens[from + begin..from + n]));
+                    assert!(got == bits(&out[i]), "{precision:?} {slot:?} {from}");
+                }
+            }
+            at = (at.0 + rows.0, at.1 + rows.1);
+        }
+        assert!(program.snapshot(SLOT).expect("usable") == plain.snapshot(SLOT).expect("usable"));
+        assert!(program.snapshot(other).expect("usable") == plain.snapshot(other).expect("usable"));
+        for wrong in [&[0, 1][..], &[3, 3], &[4, 2]] {
+            assert!(matches!(program.mark(SLOT, wrong), Err(StepError::Refused(_))));
+        }
+        // What was asked for goes with the slot's state.
+        program.mark(SLOT, &[2]).expect("they ascend");
+        program.reset(SLOT).expect("the slot exists");
+        run(&mut *program, SLOT, &subject.tokens[..9]);
+        assert!(program.take_marked(SLOT, 0).expect("usable").is_empty());
+    }
 }

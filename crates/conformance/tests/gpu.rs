@@ -8,7 +8,8 @@ use std::sync::Arc;
 use lily_conformance::gpu::device;
 use lily_conformance::{Fixture, argmax_equal, max_abs, read_json};
 use lily_device::{
-    Device, Input, Limits, Output, Program, Score, SegmentOut, SlotId, Step, StepError, Ticket,
+    Device, Input, KvPart, Limits, Output, Program, Score, SegmentOut, SlotId, Step, StepError,
+    Ticket,
 };
 use lily_gpu::Tuning;
 use lily_model::{Model, Precision};
@@ -174,6 +175,49 @@ fn steps_are_taken_back_and_snapshots_restored() {
     for (i, id) in want[6..].iter().enumerate() {
         assert_eq!(step(&mut *program, other), *id, "token {i} after the snapshot");
     }
+}
+
+/// As on the CPU: a cache that was copied part by part, over the edge of a page, is the whole one; and a slot holds its
+/// context, whatever pages others leave.
+#[test]
+fn a_cache_in_parts_is_the_whole_one() {
+    let fixture = Fixture::open("tiny-c");
+    let model =
+        lily_model::load(&fixture.checkpoint, Precision::Standard).expect("the model loads");
+    let limits = Limits::new(3, 300, 256);
+    assert_eq!((limits.pages, limits.slot_tokens()), (6, 512));
+    let mut program = prepare(model, Tuning::default(), limits);
+    let tokens: Vec<u32> = (0..513u32).map(|i| (i * 7 + 3) % 512).collect();
+    let run = |program: &mut dyn Program, slot, tokens: &[u32]| {
+        let step = Step::one(slot, Input::Tokens(tokens.to_vec()), Output::Logits);
+        program.run(step).map(|out| out.segments)
+    };
+    let (mut taken, mut from) = (Vec::new(), 0);
+    for to in [40, 250, 270, 270, 290] {
+        if to > from {
+            run(&mut *program, SLOT, &tokens[from..to]).expect("the step runs");
+        }
+        let snapshot = program.snapshot_behind(SLOT, from).expect("usable");
+        taken.push((from, snapshot, program.snapshot(SLOT).expect("usable")));
+        from = to;
+    }
+    let parts: Vec<KvPart<'_>> = taken
+        .iter()
+        .map(|(from, s, _)| KvPart { from: *from, to: s.position, bytes: &s.kv })
+        .collect();
+    let other = SlotId(1);
+    for (i, (_, snapshot, whole)) in taken.iter().enumerate() {
+        program.restore_parts(other, snapshot, &parts[..=i]).expect("they fit");
+        assert!(program.snapshot(other).expect("usable") == *whole, "{i}");
+    }
+    let next = &tokens[290..300];
+    let want = run(&mut *program, SLOT, next).expect("the step runs");
+    assert_eq!(run(&mut *program, other, next).expect("the step runs"), want);
+    let missing = program.restore_parts(other, &taken[4].1, &parts[1..]);
+    assert!(matches!(missing, Err(StepError::Refused(_))), "{missing:?}");
+    run(&mut *program, SLOT, &tokens[300..512]).expect("the last page is filled");
+    let beyond = run(&mut *program, SLOT, &tokens[512..]);
+    assert!(matches!(beyond, Err(StepError::Refused(_))), "{beyond:?}");
 }
 
 const CHUNK: usize = 64;

@@ -53,7 +53,7 @@ fn refusal(program: &mut dyn Program, step: Step) -> Refusal {
 
 #[test]
 fn what_is_refused_changes_nothing() {
-    let mut program = fixture(Limits { slots: 2, rows: 32, outputs: 4, pages: 2, undo: false });
+    let mut program = fixture(Limits { pages: 2, outputs: 4, ..Limits::new(2, 512, 32) });
     let want = sampled(&mut *fixture(Limits::new(1, 512, 32)), 0, tokens(20));
     let one = |slot, input, output| Step::one(SlotId(slot), input, output);
     let twice = Step {
@@ -86,7 +86,7 @@ fn what_is_refused_changes_nothing() {
 
 #[test]
 fn pages_run_out_and_come_back() {
-    let mut program = fixture(Limits { slots: 3, rows: 200, outputs: 4, pages: 2, undo: false });
+    let mut program = fixture(Limits { pages: 2, outputs: 4, ..Limits::new(3, 512, 200) });
     sampled(&mut *program, 0, tokens(200));
     sampled(&mut *program, 1, tokens(100));
     assert_eq!(program.free_pages(), 0);

@@ -1,5 +1,6 @@
 //! The rules of a step, the same on every device: checked before anything changes.
 
+use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::sample::SampleParams;
 
 use crate::program::Limits;
@@ -15,6 +16,9 @@ pub trait StepSlots {
 
     /// Whether a token was sampled in the last step of a usable slot.
     fn has_sampled(&self, slot: SlotId) -> bool;
+
+    /// Tokens that a usable slot has seen.
+    fn position(&self, slot: SlotId) -> usize;
 
     /// KV pages that a usable slot needs for `rows` more tokens.
     fn pages_needed(&self, slot: SlotId, rows: usize) -> usize;
@@ -72,6 +76,7 @@ pub fn check_step(
             Output::Sample(params) => check_params(params, vocab)?,
             _ => {}
         }
+        check_room(limits, slot, slots.position(slot).saturating_add(count))?;
         need += slots.pages_needed(slot, count);
         rows += count;
     }
@@ -83,6 +88,19 @@ pub fn check_step(
     match need <= free {
         true => Ok(()),
         false => Err(Refusal::OutOfPages { need, free }),
+    }
+}
+
+/// Checks that a slot can hold that many tokens.
+pub fn check_room(limits: &Limits, slot: SlotId, tokens: usize) -> Result<(), Refusal> {
+    // Where there are fewer pages than that, they run out.
+    let most = limits.context.div_ceil(PAGE_TOKENS).saturating_mul(PAGE_TOKENS);
+    match tokens <= most {
+        true => Ok(()),
+        false => Err(Refusal::Invalid(format!(
+            "slot {} would hold {tokens} tokens; the program was prepared for {most} a slot",
+            slot.0
+        ))),
     }
 }
 

@@ -8,7 +8,7 @@ use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
 
 use crate::program::{
-    Counters, Device, Limits, MemoryLimit, MemoryNeed, PrepareError, Program, Snapshot,
+    Counters, Device, KvPart, Limits, MemoryLimit, MemoryNeed, PrepareError, Program, Snapshot,
 };
 use crate::step::{Refusal, SlotId, Step, StepError, StepOut, Ticket};
 use crate::times::{Measure, OperationTimes};
@@ -215,15 +215,34 @@ impl Program for FaultyProgram {
         self.inner.position(slot)
     }
 
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
         self.usable(slot)?;
-        self.call(Call::Snapshot, slot, |program| program.snapshot(slot))
+        self.call(Call::Snapshot, slot, |program| program.snapshot_behind(slot, from))
     }
 
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
-        self.call(Call::Restore, slot, |program| program.restore(slot, snapshot))?;
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
+        self.call(Call::Restore, slot, |program| program.restore_parts(slot, snapshot, kv))?;
         self.poisoned.retain(|s| *s != slot);
         Ok(())
+    }
+
+    fn marks(&self) -> bool {
+        self.inner.marks()
+    }
+
+    fn mark(&mut self, slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        self.usable(slot)?;
+        self.inner.mark(slot, rows)
+    }
+
+    fn take_marked(&mut self, slot: SlotId, from: usize) -> Result<Vec<Snapshot>, StepError> {
+        self.usable(slot)?;
+        self.call(Call::Snapshot, slot, |program| program.take_marked(slot, from))
     }
 
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {
@@ -348,7 +367,7 @@ mod tests {
         fn position(&self, _: SlotId) -> Result<usize, StepError> {
             Ok(0)
         }
-        fn snapshot(&mut self, _: SlotId) -> Result<Snapshot, StepError> {
+        fn snapshot_behind(&mut self, _: SlotId, _: usize) -> Result<Snapshot, StepError> {
             Ok(Snapshot {
                 position: 0,
                 last_sampled: None,
@@ -359,7 +378,12 @@ mod tests {
                 kv: vec![],
             })
         }
-        fn restore(&mut self, _: SlotId, _: &Snapshot) -> Result<(), StepError> {
+        fn restore_parts(
+            &mut self,
+            _: SlotId,
+            _: &Snapshot,
+            _: &[KvPart<'_>],
+        ) -> Result<(), StepError> {
             Ok(())
         }
         fn export(&mut self, _: SlotId) -> Result<SlotState, StepError> {

@@ -19,11 +19,11 @@ mod times;
 mod weights;
 
 pub use arena::ScratchLayout;
-pub use check::{MAX_IN_FLIGHT, StepSlots, check_params, check_step};
+pub use check::{MAX_IN_FLIGHT, StepSlots, check_params, check_room, check_step};
 pub use faulty::{Call, Fault, FaultyDevice, FaultyProgram, Schedule};
 pub use pages::PagePool;
 pub use program::{
-    Counters, Device, Limits, MemoryLimit, MemoryNeed, PrepareError, Program, Snapshot,
+    Counters, Device, KvPart, Limits, MemoryLimit, MemoryNeed, PrepareError, Program, Snapshot,
 };
 pub use step::{
     Input, Output, Refusal, Score, Segment, SegmentOut, SlotId, Step, StepError, StepOut, Ticket,

@@ -1,4 +1,8 @@
-//! KV pages: which are free.
+//! KV pages: which are free, and which tokens lie in one.
+
+use std::ops::Range;
+
+use lily_ops::plan::PAGE_TOKENS;
 
 /// Free pages of a fixed pool, handed out lowest number first.
 #[derive(Clone, Debug)]
@@ -52,9 +56,30 @@ impl PagePool {
     }
 }
 
+/// Cuts a range of tokens where one page ends and the next begins.
+pub fn page_runs(tokens: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = tokens.end;
+    let next = move |from: usize| (from / PAGE_TOKENS + 1).saturating_mul(PAGE_TOKENS).min(end);
+    let first = (!tokens.is_empty()).then_some(tokens.start);
+    std::iter::successors(first, move |from| Some(next(*from)).filter(|to| *to < end))
+        .map(move |from| from..next(from))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn runs_end_where_pages_end() {
+        let cut = |range| page_runs(range).collect::<Vec<_>>();
+        assert!(cut(0..0).is_empty());
+        assert!(cut(300..300).is_empty());
+        assert_eq!(cut(0..256), vec![0..256]);
+        assert_eq!(cut(0..600), [0..256, 256..512, 512..600]);
+        assert_eq!(cut(255..257), [255..256, 256..257]);
+        assert_eq!(cut(300..400), vec![300..400]);
+        assert_eq!(cut(256..513), [256..512, 512..513]);
+    }
 
     #[test]
     fn pages_come_back() {

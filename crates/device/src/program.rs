@@ -12,6 +12,8 @@ use crate::weights::Weight;
 pub struct Limits {
     /// Slots: timelines that can be alive at once.
     pub slots: usize,
+    /// Tokens of one slot; the last page of a full one may be filled.
+    pub context: usize,
     /// Tokens of one step, all segments together.
     pub rows: usize,
     /// Rows of logits held at once; more are computed one tile after another.
@@ -28,7 +30,18 @@ impl Limits {
     /// Absurd numbers saturate, and a device's budget then refuses them.
     pub fn new(slots: usize, context: usize, rows: usize) -> Self {
         let pages = slots.saturating_mul(context.div_ceil(lily_ops::plan::PAGE_TOKENS));
-        Self { slots, rows, outputs: rows.min(32).max(slots), pages, undo: false }
+        let outputs = rows.min(32).max(slots);
+        Self { slots, context, rows, outputs, pages, undo: false }
+    }
+
+    /// KV pages that one slot can hold.
+    pub fn slot_pages(&self) -> usize {
+        self.context.div_ceil(lily_ops::plan::PAGE_TOKENS).min(self.pages)
+    }
+
+    /// Tokens that one slot can hold.
+    pub fn slot_tokens(&self) -> usize {
+        self.slot_pages().saturating_mul(lily_ops::plan::PAGE_TOKENS)
     }
 }
 
@@ -150,6 +163,43 @@ impl Snapshot {
     }
 }
 
+/// K and V of the tokens `from..to` of a slot, as in [`Snapshot::kv`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvPart<'a> {
+    /// The first token.
+    pub from: usize,
+    /// Behind the last token.
+    pub to: usize,
+    /// For each attention layer K, then V: `[kv head][token][head_dim]` in the plan's element type.
+    pub bytes: &'a [u8],
+}
+
+impl KvPart<'_> {
+    /// Checks that parts are the cache of `position` tokens in order, of `per_token` bytes each.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn check(parts: &[Self], position: usize, per_token: usize) -> Result<(), String> {
+        let mut at = 0;
+        for part in parts {
+            let tokens = part.to.checked_sub(part.from).filter(|_| part.from == at);
+            if tokens.and_then(|n| n.checked_mul(per_token)) != Some(part.bytes.len()) {
+                return Err(format!(
+                    "{} bytes are not the cache of the tokens {} to {} behind {at} others, of {per_token} bytes each; the snapshot is of another model or precision",
+                    part.bytes.len(),
+                    part.from,
+                    part.to
+                ));
+            }
+            at = part.to;
+        }
+        match at == position {
+            true => Ok(()),
+            false => Err(format!("the cache of {at} tokens came with the state of {position}")),
+        }
+    }
+}
+
 /// A prepared plan and the state of its slots.
 pub trait Program: Send {
     /// The plan.
@@ -195,10 +245,52 @@ pub trait Program: Send {
     fn position(&self, slot: SlotId) -> Result<usize, StepError>;
 
     /// Copies a slot's state off the device.
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError>;
+    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+        self.snapshot_behind(slot, 0)
+    }
+
+    /// As [`snapshot`](Self::snapshot), with K and V of the tokens from `from` on only: what is before them an
+    /// earlier snapshot of the slot has.
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError>;
 
     /// Puts a slot into a state copied before, from a program of the same plan.
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError>;
+    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
+        let whole = KvPart { from: 0, to: snapshot.position, bytes: &snapshot.kv };
+        self.restore_parts(slot, snapshot, &[whole])
+    }
+
+    /// As [`restore`](Self::restore), with K and V in parts, ascending, in place of the snapshot's own.
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError>;
+
+    /// Whether states inside a step can be [kept](Self::mark); else they are there at the ends of steps only.
+    fn marks(&self) -> bool {
+        false
+    }
+
+    /// Has the next step of a slot copy the recurrent state behind so many of its tokens each, in place of what was
+    /// asked for before. Those that the step does not go beyond are passed over.
+    ///
+    /// # Errors
+    /// The device cannot do it, or the numbers do not ascend from 1.
+    fn mark(&mut self, _slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        match rows.is_empty() {
+            true => Ok(()),
+            false => {
+                Err(Refusal::Invalid("this device keeps no state inside a step".into()).into())
+            }
+        }
+    }
+
+    /// The copies that the last step of a slot made, in order, once: as [`snapshot_behind`](Self::snapshot_behind)
+    /// there, K and V of each from where the one before it ends.
+    fn take_marked(&mut self, _slot: SlotId, _from: usize) -> Result<Vec<Snapshot>, StepError> {
+        Ok(Vec::new())
+    }
 
     /// A slot's state in the canonical form of the reference, for tests.
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError>;

@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Instant;
 
 use lily_device::{Device, Limits, Measure, Plan, Program, SlotId, StepError, Weight};
@@ -13,7 +13,7 @@ use crate::error::EngineError;
 use crate::flight::{Abandoned, InFlight};
 use crate::memory::Machine;
 use crate::session::{Lease, Returned, Session};
-use crate::snapshot::HostMemory;
+use crate::snapshot::{HostMemory, Span};
 
 /// What an engine is prepared for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +79,8 @@ pub struct Engine {
     /// When a step was last waited for.
     pub(crate) last_landing: Option<Instant>,
     pub(crate) host_memory: Arc<HostMemory>,
+    /// For each slot the part of its K and V that was last copied from it or into it.
+    pub(crate) copied: Vec<Weak<Span>>,
     /// Slots without usable state, and why.
     poisoned: BTreeMap<SlotId, String>,
     lost: Option<String>,
@@ -145,6 +147,7 @@ impl Engine {
             abandoned: Abandoned::default(),
             last_landing: None,
             host_memory: Arc::new(HostMemory::new(options.snapshot_bytes)),
+            copied: (0..options.slots).map(|_| Weak::new()).collect(),
             poisoned: BTreeMap::new(),
             lost: None,
         })
@@ -283,6 +286,7 @@ impl Engine {
 
     /// Empties the session's slot, whatever state it was in.
     pub(crate) fn reset(&mut self, session: &mut Session) -> Result<(), EngineError> {
+        self.set_copied(session.slot(), Weak::new());
         let result = self.program.reset(session.slot());
         self.note(session, result)?;
         self.healed(session);
@@ -354,6 +358,7 @@ impl Engine {
         *returned = wait;
         drop(returned);
         for slot in ended {
+            self.set_copied(slot, Weak::new());
             match self.program.reset(slot) {
                 Ok(()) => {
                     self.poisoned.remove(&slot);

@@ -243,6 +243,8 @@ impl Engine {
         let undone = self.program.undo_last(session.slot());
         self.note(session, undone)?;
         session.take_back();
+        // Another token may follow in the place of the one that was taken back.
+        self.forget_copied_beyond(session);
         Ok(())
     }
 

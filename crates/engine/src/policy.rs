@@ -8,13 +8,20 @@ const PARITY: usize = 32 * 1024;
 /// Chunks are not made smaller than this by a long context: below it a matrix is fetched for too few rows.
 pub const MIN_CHUNK: usize = 64;
 
+/// A chunk that is made smaller has a multiple of this many tokens, which matrix units compute at once.
+const GRAIN: usize = 32;
+
 /// Tokens of the next prompt chunk after `context_so_far` tokens, where a step takes at most `max_rows`.
 ///
 /// A chunk's time grows with `rows · (1 + context / PARITY)`; halving the rows whenever that factor doubles
 /// bounds the time until the next step (and so until a cancellation is seen) and what attention needs at once.
 pub fn chunk_rows(context_so_far: usize, max_rows: usize) -> usize {
     let halvings = (1 + context_so_far / PARITY).ilog2();
-    (max_rows >> halvings).max(max_rows.min(MIN_CHUNK)).max(1)
+    let less = (max_rows >> halvings) / GRAIN * GRAIN;
+    match halvings {
+        0 => max_rows.max(1),
+        _ => less.max(max_rows.min(MIN_CHUNK)).max(1),
+    }
 }
 
 #[cfg(test)]
@@ -38,6 +45,8 @@ mod tests {
             (1 << 40, 512, 64),
             (96 * K, 2048, 512),
             (96 * K, 100, 64),
+            (32 * K, 500, 224),
+            (32 * K, 500 * 2 + 1, 480),
             // Fewer rows than the smallest chunk are taken as they are.
             (0, 1, 1),
             (224 * K, 1, 1),

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use lily_device::{Input, Output, Segment, SlotId};
 
 use crate::policy::chunk_rows;
-use crate::snapshot::SessionSnapshot;
+use crate::snapshot::{Mark, SessionSnapshot};
 
 /// Where the time of a prompt and its answer went. The first token of an answer comes out of the last
 /// prompt step and belongs to prefill; decode counts the tokens after it. Only steps are timed, not what the
@@ -52,6 +52,8 @@ pub struct Session {
     pub(crate) last_sampled: Option<u32>,
     pub(crate) checkpoints: VecDeque<SessionSnapshot>,
     pub(crate) timings: Timings,
+    /// States inside its next step, or its last, that are kept: tokens before each, and memory.
+    pub(crate) marks: Vec<Mark>,
     /// Steps of it that are in flight, in order.
     pub(crate) flown: VecDeque<Flown>,
     /// Whether its last step was a decode step.
@@ -69,6 +71,7 @@ impl Session {
             last_sampled: None,
             checkpoints: VecDeque::new(),
             timings: Timings::default(),
+            marks: Vec::new(),
             flown: VecDeque::new(),
             decoded_last: false,
             epoch,
@@ -147,6 +150,7 @@ impl Session {
     /// Ends what was begun: prompt tokens left over, the sampled token, the times.
     pub(crate) fn renew(&mut self, epoch: u64) {
         self.pending.clear();
+        self.marks.clear();
         self.flown.clear();
         self.last_sampled = None;
         self.timings = Timings::default();

@@ -1,12 +1,13 @@
 //! Copies of a session's state away from the device.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
-use lily_device::{Output, Plan, Snapshot};
+use lily_device::{KvPart, Output, Plan, SlotId, Snapshot};
 use lily_ops::plan::PAGE_TOKENS;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, next_epoch};
 use crate::error::EngineError;
 use crate::session::{Session, Timings};
 
@@ -16,12 +17,22 @@ pub const MAX_CHECKPOINTS: usize = 4;
 /// Bytes that the checkpoints of one session may take in host memory.
 pub const MAX_CHECKPOINT_BYTES: usize = 512 << 20;
 
-/// Bytes of a snapshot of `tokens` tokens of a plan: state and cache, and the tokens themselves.
+/// Bytes of a snapshot of `tokens` tokens of a plan: state and cache, and the tokens themselves. One that shares
+/// the cache of its first tokens with another takes less.
 pub fn snapshot_bytes(plan: &Plan, tokens: usize) -> u64 {
-    let state = &plan.state;
-    let per_token = state.page_bytes() / PAGE_TOKENS + size_of::<u32>();
-    let fixed = (state.recurrent_bytes() + state.conv_bytes()) as u64;
-    fixed.saturating_add((tokens as u64).saturating_mul(per_token as u64))
+    state_bytes(plan, tokens).saturating_add(kv_bytes(plan, tokens))
+}
+
+/// Bytes of what a snapshot shares with no other.
+fn state_bytes(plan: &Plan, tokens: usize) -> u64 {
+    let fixed = (plan.state.recurrent_bytes() + plan.state.conv_bytes()) as u64;
+    fixed.saturating_add(tokens as u64 * size_of::<u32>() as u64)
+}
+
+/// Bytes of K and V of so many tokens.
+fn kv_bytes(plan: &Plan, tokens: usize) -> u64 {
+    let per_token = plan.state.page_bytes() / PAGE_TOKENS;
+    (tokens as u64).saturating_mul(per_token as u64)
 }
 
 /// Host memory for the snapshots of an engine: what is set aside, and what is in use.
@@ -52,17 +63,64 @@ struct Reserved {
     bytes: u64,
 }
 
+impl Reserved {
+    /// Takes a part of it out.
+    fn split(&mut self, bytes: u64) -> Self {
+        let bytes = bytes.min(self.bytes);
+        self.bytes -= bytes;
+        Self { memory: Arc::clone(&self.memory), bytes }
+    }
+}
+
 impl Drop for Reserved {
     fn drop(&mut self) {
         self.memory.used.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
-/// A snapshot and the memory that it is counted in.
+/// K and V of the tokens `from..to` of a prompt, behind those of the tokens before them. What was computed once is
+/// kept once: snapshots of a prompt, and of those that go on from it, share it.
+#[derive(Debug)]
+pub(crate) struct Span {
+    from: usize,
+    pub to: usize,
+    bytes: Vec<u8>,
+    before: Option<Arc<Span>>,
+    reserved: Reserved,
+}
+
+impl Span {
+    /// From the last tokens to the first.
+    fn chain(self: &Arc<Self>) -> impl Iterator<Item = &Arc<Self>> {
+        std::iter::successors(Some(self), |span| span.before.as_ref())
+    }
+}
+
+impl Drop for Span {
+    /// One after the other: a long conversation has more of them than a thread's stack has room for calls.
+    fn drop(&mut self) {
+        let mut next = self.before.take();
+        while let Some(mut span) = next.and_then(Arc::into_inner) {
+            next = span.before.take();
+        }
+    }
+}
+
+/// The state of a snapshot without K and V, and the memory that it is counted in.
 #[derive(Debug)]
 struct Kept {
     snapshot: Snapshot,
     reserved: Reserved,
+}
+
+/// A state inside a step that is to be kept, with its memory.
+#[derive(Debug)]
+pub(crate) struct Mark {
+    /// Tokens in the state.
+    position: usize,
+    reserved: Reserved,
+    /// What snapshots alive have of the tokens before the step.
+    shared: Option<Arc<Span>>,
 }
 
 /// A session at one moment, in host memory: cheap to clone, exact, restorable into any session of an engine
@@ -75,6 +133,7 @@ pub struct SessionSnapshot {
     timings: Timings,
     epoch: u64,
     state: Arc<Kept>,
+    kv: Arc<Span>,
 }
 
 impl SessionSnapshot {
@@ -83,14 +142,39 @@ impl SessionSnapshot {
         &self.tokens
     }
 
-    /// The device state.
+    /// The device state but for K and V.
     pub fn state(&self) -> &Snapshot {
         &self.state.snapshot
     }
 
-    /// Bytes it takes of those set aside for snapshots; its clones share them.
+    /// Bytes it takes of those set aside for snapshots, what it shares with others included.
     pub fn bytes(&self) -> u64 {
-        self.state.reserved.bytes
+        Self::bytes_of([self])
+    }
+
+    /// Bytes that several take together; what they share counts once.
+    pub fn bytes_of<'a>(snapshots: impl IntoIterator<Item = &'a Self>) -> u64 {
+        let mut seen = BTreeSet::new();
+        let mut bytes = 0;
+        for snapshot in snapshots {
+            if seen.insert(Arc::as_ptr(&snapshot.state).addr()) {
+                bytes += snapshot.state.reserved.bytes;
+            }
+            // What is before a span that was seen was seen with it.
+            let new = snapshot.kv.chain().take_while(|span| seen.insert(Arc::as_ptr(span).addr()));
+            bytes += new.map(|span| span.reserved.bytes).sum::<u64>();
+        }
+        bytes
+    }
+
+    fn parts(&self) -> Vec<KvPart<'_>> {
+        let mut parts: Vec<KvPart<'_>> = self
+            .kv
+            .chain()
+            .map(|span| KvPart { from: span.from, to: span.to, bytes: &span.bytes })
+            .collect();
+        parts.reverse();
+        parts
     }
 }
 
@@ -100,26 +184,139 @@ impl Engine {
         self.host_memory.used.load(Ordering::Relaxed)
     }
 
-    /// Copies a session.
+    /// The longest part of a session's K and V that snapshots alive have.
+    fn shared(&self, session: &Session) -> Option<Arc<Span>> {
+        self.copied.get(session.slot().0 as usize).and_then(Weak::upgrade)
+    }
+
+    /// Remembers which part of a slot's K and V snapshots have, if any.
+    pub(crate) fn set_copied(&mut self, slot: SlotId, span: Weak<Span>) {
+        if let Some(copied) = self.copied.get_mut(slot.0 as usize) {
+            *copied = span;
+        }
+    }
+
+    /// What snapshots have of the session's tokens is not more than the session has.
+    pub(crate) fn forget_copied_beyond(&mut self, session: &Session) {
+        if self.shared(session).is_some_and(|span| span.to > session.tokens.len()) {
+            self.set_copied(session.slot(), Weak::new());
+        }
+    }
+
+    /// Bytes that a [`snapshot`](Self::snapshot) of the session would take at present.
+    pub fn snapshot_need(&self, session: &Session) -> u64 {
+        let (state, kv) = self.needs(session, self.shared(session).as_deref());
+        state.saturating_add(kv)
+    }
+
+    fn needs(&self, session: &Session, shared: Option<&Span>) -> (u64, u64) {
+        let pending = session.pending.len() as u64 * size_of::<u32>() as u64;
+        let new = session.tokens.len() - shared.map_or(0, |span| span.to);
+        (state_bytes(self.plan(), session.tokens.len()) + pending, kv_bytes(self.plan(), new))
+    }
+
+    /// Copies a session. K and V that snapshots alive have already are not copied again.
     ///
     /// # Errors
     /// [`SnapshotMemory`](EngineError::SnapshotMemory) if it does not fit into
     /// [`EngineOptions::snapshot_bytes`](crate::EngineOptions::snapshot_bytes) beside those that are alive.
     pub fn snapshot(&mut self, session: &Session) -> Result<SessionSnapshot, EngineError> {
         self.usable(session)?;
-        let pending = session.pending.len() as u64 * size_of::<u32>() as u64;
-        let bytes = snapshot_bytes(self.plan(), session.tokens.len()) + pending;
-        let reserved = self.host_memory.reserve(bytes)?;
-        let state = self.program.snapshot(session.slot());
-        let state = self.note(session, state)?;
+        let before = self.shared(session);
+        let (state, kv) = self.needs(session, before.as_deref());
+        let mut reserved = self.host_memory.reserve(state.saturating_add(kv))?;
+        let (from, to) = (before.as_ref().map_or(0, |span| span.to), session.tokens.len());
+        let snapshot = self.program.snapshot_behind(session.slot(), from);
+        let mut snapshot = self.note(session, snapshot)?;
+        let bytes = std::mem::take(&mut snapshot.kv);
+        let kv = match before {
+            Some(before) if from == to => before,
+            before => Arc::new(Span { from, to, bytes, before, reserved: reserved.split(kv) }),
+        };
+        self.set_copied(session.slot(), Arc::downgrade(&kv));
         Ok(SessionSnapshot {
             tokens: session.tokens.as_slice().into(),
             pending: session.pending.as_slice().into(),
             last_sampled: session.last_sampled,
             timings: session.timings,
             epoch: session.epoch,
-            state: Arc::new(Kept { snapshot: state, reserved }),
+            state: Arc::new(Kept { snapshot, reserved }),
+            kv,
         })
+    }
+
+    /// Whether states inside a step can be [kept](Self::mark), with one step in flight at a time.
+    pub fn marks(&self) -> bool {
+        self.program.marks() && !self.overlaps()
+    }
+
+    /// Has the session's next step keep the states behind so many of its tokens each, ascending, so that it need not
+    /// end there. What was asked for before is forgotten.
+    ///
+    /// # Errors
+    /// [`SnapshotMemory`](EngineError::SnapshotMemory) if they do not fit beside what is alive; none is kept then.
+    pub fn mark(&mut self, session: &mut Session, rows: &[usize]) -> Result<(), EngineError> {
+        self.usable(session)?;
+        if rows.is_empty() && session.marks.is_empty() {
+            return Ok(());
+        }
+        session.marks.clear();
+        let marked = self.program.mark(session.slot(), &[]);
+        self.note(session, marked)?;
+        let shared = self.shared(session);
+        let mut from = shared.as_ref().map_or(0, |span| span.to);
+        let mut marks = Vec::new();
+        for rows in rows {
+            let position = session.tokens.len() + rows;
+            let new = kv_bytes(self.plan(), position.saturating_sub(from));
+            let bytes = state_bytes(self.plan(), position).saturating_add(new);
+            let reserved = self.host_memory.reserve(bytes)?;
+            marks.push(Mark { position, reserved, shared: shared.clone() });
+            from = position;
+        }
+        let marked = self.program.mark(session.slot(), rows);
+        self.note(session, marked)?;
+        session.marks = marks;
+        Ok(())
+    }
+
+    /// The states that the session's last step [kept](Self::mark), in order, once. They are states of its prompt: an
+    /// answer begins anew in them.
+    pub fn take_marked(
+        &mut self,
+        session: &mut Session,
+    ) -> Result<Vec<SessionSnapshot>, EngineError> {
+        let mut marks = std::mem::take(&mut session.marks);
+        let Some(first) = marks.first() else { return Ok(Vec::new()) };
+        self.usable(session)?;
+        let mut before = first.shared.clone();
+        let from = before.as_ref().map_or(0, |span| span.to);
+        let taken = self.program.take_marked(session.slot(), from);
+        let taken = self.note(session, taken)?;
+        let mut snapshots = Vec::new();
+        for mut snapshot in taken {
+            let to = snapshot.position;
+            let Some(at) = marks.iter().position(|m| m.position == to) else { continue };
+            let from = before.as_ref().map_or(0, |span| span.to);
+            let mut reserved = marks.swap_remove(at).reserved;
+            let bytes = std::mem::take(&mut snapshot.kv);
+            let kept = reserved.split(kv_bytes(self.plan(), to - from));
+            let kv = Arc::new(Span { from, to, bytes, before, reserved: kept });
+            before = Some(Arc::clone(&kv));
+            snapshots.push(SessionSnapshot {
+                tokens: session.tokens[..to].into(),
+                pending: [].into(),
+                last_sampled: None,
+                timings: Timings::default(),
+                epoch: next_epoch(),
+                state: Arc::new(Kept { snapshot, reserved }),
+                kv,
+            });
+        }
+        if let Some(last) = snapshots.last() {
+            self.set_copied(session.slot(), Arc::downgrade(&last.kv));
+        }
+        Ok(snapshots)
     }
 
     /// Puts a session, poisoned or not, into the state of a snapshot.
@@ -140,12 +337,15 @@ impl Engine {
         if staged > context {
             return Err(EngineError::PromptTooLong { tokens: staged, context });
         }
-        let result = self.program.restore(session.slot(), snapshot.state());
+        let parts = snapshot.parts();
+        let result = self.program.restore_parts(session.slot(), snapshot.state(), &parts);
         self.note(session, result)?;
+        self.set_copied(session.slot(), Arc::downgrade(&snapshot.kv));
         self.healed(session);
         session.tokens = snapshot.tokens.to_vec();
         session.pending = snapshot.pending.to_vec();
         session.flown.clear();
+        session.marks.clear();
         session.decoded_last = false;
         session.last_sampled = snapshot.last_sampled;
         session.timings = snapshot.timings;
@@ -171,16 +371,17 @@ impl Engine {
             self.step(work.into_iter().collect())?;
         }
         session.checkpoints.retain(|c| c.tokens[..] != session.tokens[..]);
-        let bytes = snapshot_bytes(self.plan(), session.tokens.len());
         let most = (MAX_CHECKPOINT_BYTES as u64).min(self.options().snapshot_bytes);
-        if bytes > most {
+        if snapshot_bytes(self.plan(), session.tokens.len()) > most {
             return Ok(false);
         }
-        let taken = |session: &Session| -> u64 {
-            session.checkpoints.iter().map(SessionSnapshot::bytes).sum()
-        };
-        while session.checkpoints.len() >= MAX_CHECKPOINTS || taken(session) + bytes > most {
-            session.checkpoints.pop_front();
+        let taken = |session: &Session| SessionSnapshot::bytes_of(&session.checkpoints);
+        while session.checkpoints.len() >= MAX_CHECKPOINTS
+            || taken(session).saturating_add(self.snapshot_need(session)) > most
+        {
+            if session.checkpoints.pop_front().is_none() {
+                break;
+            }
         }
         loop {
             match self.snapshot(session) {
@@ -212,5 +413,27 @@ impl Engine {
         session.checkpoints.remove(index);
         session.checkpoints.push_back(snapshot);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A conversation may have as many parts as tokens: they go without a call within a call each.
+    #[test]
+    fn a_long_chain_is_dropped() {
+        let memory = Arc::new(HostMemory::new(1 << 40));
+        let mut before = None;
+        for from in 0..300_000 {
+            let reserved = memory.reserve(2).expect("there is room");
+            let (to, bytes) = (from + 1, vec![0; 2]);
+            before = Some(Arc::new(Span { from, to, bytes, before, reserved }));
+        }
+        let middle = before.as_ref().and_then(|span| span.chain().nth(200_000)).cloned();
+        drop(before);
+        assert_eq!(memory.used.load(Ordering::Relaxed), 2 * 100_000);
+        drop(middle);
+        assert_eq!(memory.used.load(Ordering::Relaxed), 0);
     }
 }

@@ -354,6 +354,123 @@ fn snapshots_of_all_sessions_share_their_memory() {
     assert_eq!(engine.snapshot_bytes_used(), 0);
 }
 
+/// A plan whose tokens take 8 bytes of K and V each.
+fn plan_with_cache() -> Arc<Plan> {
+    let mut plan = Plan::clone(&plan());
+    plan.state.kv_layers = 1;
+    plan.state.head_dim = 1;
+    assert_eq!(snapshot_bytes(&plan, 100), 100 * (8 + 4));
+    Arc::new(plan)
+}
+
+fn with_cache(options: EngineOptions) -> Engine {
+    let device = FakeDevice::default();
+    Engine::on_machine(&device, plan_with_cache(), Vec::new(), options, &Machine::UNKNOWN).unwrap()
+}
+
+/// Computes a prompt but for its last token.
+fn compute(engine: &mut Engine, session: &mut Session, tokens: &[u32]) {
+    engine.stage(session, tokens).unwrap();
+    while session.pending().len() > 1 {
+        let rows = session.pending().len() - 1;
+        let work = session.prefill_segment(rows.min(16), &Output::None).unwrap();
+        engine.step(vec![work]).unwrap();
+    }
+}
+
+#[test]
+fn snapshots_of_a_prompt_share_its_cache() {
+    let mut engine = with_cache(EngineOptions { context: 2048, slots: 3, ..OPTIONS });
+    let mut one = engine.open_session().unwrap();
+    let mut taken = Vec::new();
+    for n in [101, 301, 301, 701] {
+        compute(&mut engine, &mut one, &prompt(n));
+        let need = engine.snapshot_need(&one);
+        let used = engine.snapshot_bytes_used();
+        taken.push(engine.snapshot(&one).unwrap());
+        assert_eq!(engine.snapshot_bytes_used() - used, need);
+    }
+    // Tokens, one of them pending, are copied each time, K and V once.
+    let state = |n: u64| (n + 1) * 4;
+    let all = state(100) + 2 * state(300) + state(700) + 700 * 8;
+    assert_eq!(engine.snapshot_bytes_used(), all);
+    assert_eq!(SessionSnapshot::bytes_of(&taken), all);
+    let clones = taken.iter().chain(&taken).cloned().collect::<Vec<_>>();
+    assert_eq!(SessionSnapshot::bytes_of(&clones), all);
+    drop(clones);
+    assert_eq!(taken[3].bytes(), state(700) + 700 * 8);
+    // Another session goes on from one of them, and shares it too, whatever follows.
+    let mut two = engine.fork(&taken[1]).unwrap();
+    let other = [&prompt(300)[..], &[7; 200]].concat();
+    compute(&mut engine, &mut two, &other);
+    assert_eq!(engine.snapshot_need(&two), state(499) + 199 * 8);
+    let branch = engine.snapshot(&two).unwrap();
+    // The first ones go: what the others need of them stays.
+    taken.drain(..3);
+    assert_eq!(engine.snapshot_bytes_used(), state(700) + state(499) + (700 + 199) * 8);
+    for (snapshot, tokens) in [(&taken[0], prompt(701)), (&branch, other)] {
+        let mut three = engine.fork(snapshot).unwrap();
+        let got = answer(&mut engine, &mut three, &tokens, 5).unwrap();
+        assert_eq!(got.ids, oracle::answer(&tokens, 0, 5));
+        engine.close(three).unwrap();
+    }
+    drop(taken);
+    assert_eq!(engine.snapshot_bytes_used(), state(499) + 499 * 8);
+    drop(branch);
+    assert_eq!(engine.snapshot_bytes_used(), 0);
+    // Nothing is left to share.
+    assert_eq!(engine.snapshot_need(&two), state(499) + 499 * 8);
+}
+
+/// What a slot's snapshots have is forgotten with the slot's state, and with a token that is taken back.
+#[test]
+fn what_is_shared_belongs_to_the_state() {
+    let mut engine = with_cache(EngineOptions { undo: true, ..OPTIONS });
+    let mut session = engine.open_session().unwrap();
+    compute(&mut engine, &mut session, &prompt(100));
+    let first = engine.snapshot(&session).unwrap();
+    // Other tokens in the same session, as many and more.
+    for n in [100, 150] {
+        let other: Vec<u32> = prompt(n).iter().map(|t| t + 1).collect();
+        compute(&mut engine, &mut session, &other);
+        let second = engine.snapshot(&session).unwrap();
+        let mut fork = engine.fork(&second).unwrap();
+        let got = answer(&mut engine, &mut fork, &other, 4).unwrap();
+        assert_eq!(got.ids, oracle::answer(&other, 0, 4));
+        engine.close(fork).unwrap();
+    }
+    // A session in the slot of one that has ended.
+    engine.close(session).unwrap();
+    let mut session = engine.open_session().unwrap();
+    compute(&mut engine, &mut session, &prompt(120)[1..]);
+    let third = engine.snapshot(&session).unwrap();
+    engine.restore(&mut session, &third).unwrap();
+    engine.restore(&mut session, &first).unwrap();
+    // A decode step, copied and taken back; then another token in its place.
+    let decode = |engine: &mut Engine, session: &mut Session| {
+        let output = Output::Sample(SampleParams::GREEDY);
+        let work = match session.pending().is_empty() {
+            false => session.prefill_segment(16, &output),
+            true => session.decode_segment(output),
+        };
+        engine.step(work.into_iter().collect()).unwrap();
+    };
+    engine.begin(&mut session, &[]).unwrap();
+    decode(&mut engine, &mut session);
+    decode(&mut engine, &mut session);
+    let decoded = engine.snapshot(&session).unwrap();
+    engine.undo(&mut session).unwrap();
+    let tokens = [&prompt(100)[..], &[5, 6]].concat();
+    compute(&mut engine, &mut session, &tokens);
+    let last = engine.snapshot(&session).unwrap();
+    for snapshot in [&decoded, &last] {
+        engine.restore(&mut session, snapshot).unwrap();
+        assert_eq!(session.tokens().len(), 101);
+    }
+    let got = answer(&mut engine, &mut session, &tokens, 4).unwrap();
+    assert_eq!(got.ids, oracle::answer(&tokens, 0, 4));
+}
+
 #[test]
 fn logits_need_memory_set_aside() {
     let output = Output::Logits;
@@ -429,4 +546,53 @@ fn options_are_checked() {
     // A decode step of all slots fits even where chunks are small.
     assert_eq!(EngineOptions::new(100, 8, 4).limits().rows, 8);
     assert_eq!(EngineOptions::new(100, 1, 512).limits().rows, 100);
+}
+
+/// States inside steps, taken while a prompt is computed, are as good as snapshots, and share its cache with them.
+#[test]
+fn states_inside_a_step_are_snapshots() {
+    let device = FakeDevice { marks: true, ..FakeDevice::default() };
+    let options = EngineOptions { context: 2048, chunk: 300, slots: 3, ..OPTIONS };
+    let plan = plan_with_cache();
+    let mut engine =
+        Engine::on_machine(&device, plan, Vec::new(), options, &Machine::UNKNOWN).unwrap();
+    assert!(engine.marks());
+    let mut session = engine.open_session().unwrap();
+    engine.stage(&mut session, &prompt(700)).unwrap();
+    let mut taken = Vec::new();
+    for marks in [&[10, 299, 300][..], &[], &[50, 99]] {
+        engine.mark(&mut session, marks).unwrap();
+        let work = session.prefill_segment(300, &Output::None).unwrap();
+        engine.step(vec![work]).unwrap();
+        let new = engine.take_marked(&mut session).unwrap();
+        assert!(engine.take_marked(&mut session).unwrap().is_empty());
+        taken.extend(new);
+    }
+    let lengths: Vec<usize> = taken.iter().map(|s| s.tokens().len()).collect();
+    assert_eq!(lengths, [10, 299, 650, 699]);
+    let states: u64 = lengths.iter().map(|n| *n as u64 * 4).sum();
+    assert_eq!(engine.snapshot_bytes_used(), states + 699 * 8);
+    assert_eq!(SessionSnapshot::bytes_of(&taken), states + 699 * 8);
+    for snapshot in &taken {
+        let mut fork = engine.fork(snapshot).unwrap();
+        let tokens = [snapshot.tokens(), &[8, 9]].concat();
+        let got = answer(&mut engine, &mut fork, &tokens, 4).unwrap();
+        assert_eq!(got.ids, oracle::answer(&tokens, 0, 4));
+        engine.close(fork).unwrap();
+    }
+    // Without room for all of them none is asked for, and nothing is lost.
+    let small = EngineOptions { snapshot_bytes: 50 * 12, ..options };
+    let mut engine =
+        Engine::on_machine(&device, plan_with_cache(), Vec::new(), small, &Machine::UNKNOWN)
+            .unwrap();
+    let mut session = engine.open_session().unwrap();
+    engine.stage(&mut session, &prompt(100)).unwrap();
+    let error = engine.mark(&mut session, &[40, 60]).unwrap_err();
+    assert!(matches!(error, EngineError::SnapshotMemory { .. }), "{error}");
+    assert_eq!(engine.snapshot_bytes_used(), 0);
+    engine.mark(&mut session, &[40]).unwrap();
+    let work = session.prefill_segment(300, &Output::None).unwrap();
+    engine.step(vec![work]).unwrap();
+    assert_eq!(engine.take_marked(&mut session).unwrap().len(), 1);
+    assert_eq!(engine.snapshot_bytes_used(), 0);
 }

@@ -51,6 +51,7 @@ pub fn evaluate(
     let pages_each = after.iter().map(|n| n.div_ceil(PAGE_TOKENS)).max().unwrap_or(0).max(1);
     let limits = Limits {
         slots: case.slots.len().max(1),
+        context: pages_each * PAGE_TOKENS,
         rows: case.tokens.len().max(1),
         outputs: case.output_rows.len().max(1),
         pages: pages_each * case.slots.len().max(1),

@@ -1,7 +1,10 @@
 //! The state of all slots and the tables that kernels reach it by.
 
+use std::ops::Range;
+
 use half::bf16;
-use lily_device::{Limits, Snapshot};
+use lily_device::pages::page_runs;
+use lily_device::{KvPart, Limits, Snapshot};
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::{ElementType, Op, Plan, SlotState, StateLayout};
 
@@ -54,7 +57,7 @@ impl StepParts {
 
 /// Largest number of tokens a slot can hold.
 pub fn context(limits: &Limits) -> u64 {
-    (limits.pages as u64).saturating_mul(PAGE_TOKENS as u64)
+    limits.slot_tokens() as u64
 }
 
 fn rope_dims(plan: &Plan) -> Option<lily_ops::ops::Rope> {
@@ -83,10 +86,9 @@ impl Memory {
             state: slots.saturating_mul(2 * words * 4),
             tables: context(limits)
                 .saturating_mul(4 * rope)
-                .saturating_add(
-                    slots
-                        .saturating_mul((limits.pages as u64).saturating_mul(4).saturating_add(16)),
-                )
+                .saturating_add(slots.saturating_mul(
+                    (limits.slot_pages() as u64).saturating_mul(4).saturating_add(16),
+                ))
                 .saturating_add((steps as u64).saturating_mul(per_step)),
         }
     }
@@ -122,8 +124,12 @@ impl Memory {
         let slots = limits.slots as u64;
         let (conv_at, words) = state_words(&layout);
         let headers = take("slot headers", slots * 4, ElementType::U32, Placement::Device)?;
-        let pages =
-            take("page tables", slots * limits.pages as u64, ElementType::U32, Placement::Device)?;
+        let pages = take(
+            "page tables",
+            slots * limits.slot_pages() as u64,
+            ElementType::U32,
+            Placement::Device,
+        )?;
         let states =
             take("recurrent state", slots * 2 * words, ElementType::F32, Placement::Device)?;
         let mut kv = Vec::new();
@@ -151,7 +157,7 @@ impl Memory {
                 output_rows: part(3),
                 headers,
                 pages,
-                max_pages: limits.pages as u32,
+                max_pages: limits.slot_pages() as u32,
                 states,
                 state_words: words as u32,
                 conv_at: conv_at as u32,
@@ -274,34 +280,34 @@ impl Memory {
         driver.write(buffer, at + u64::from(self.table().conv_at) * 4, conv)
     }
 
-    /// Calls `f` with buffer, byte offset and bytes of each run of a slot's cache of `tokens` tokens, in
-    /// the order of a snapshot: layer, K then V, head, position.
+    /// Calls `f` with buffer, byte offset and bytes of each run of these tokens of a slot's cache, in the order
+    /// of a snapshot: layer, K then V, head, position.
     fn runs(
         &self,
         pages: &[u32],
-        tokens: usize,
+        tokens: Range<usize>,
         mut f: impl FnMut(Buffer, u64, usize) -> Result<(), DriverError>,
     ) -> Result<(), DriverError> {
         let l = &self.layout;
         for part in self.table().kv.iter().flatten() {
             for head in 0..l.kv_heads {
-                for first in (0..tokens).step_by(PAGE_TOKENS) {
-                    let count = (tokens - first).min(PAGE_TOKENS);
-                    let page = pages[first / PAGE_TOKENS] as usize;
-                    let at = page * l.page_len() + head * PAGE_TOKENS * l.head_dim;
-                    f(part.buffer, at as u64 * 2, count * l.head_dim * 2)?;
+                for run in page_runs(tokens.clone()) {
+                    let page = pages[run.start / PAGE_TOKENS] as usize;
+                    let row = head * PAGE_TOKENS + run.start % PAGE_TOKENS;
+                    let at = page * l.page_len() + row * l.head_dim;
+                    f(part.buffer, at as u64 * 2, run.len() * l.head_dim * 2)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// A slot's cache, as in [`Snapshot::kv`].
+    /// A slot's cache of these tokens, as in [`Snapshot::kv`].
     pub fn read_kv(
         &self,
         driver: &mut dyn Driver,
         pages: &[u32],
-        tokens: usize,
+        tokens: Range<usize>,
     ) -> Result<Vec<u8>, DriverError> {
         let mut kv = Vec::new();
         self.runs(pages, tokens, |buffer, at, len| {
@@ -317,32 +323,27 @@ impl Memory {
         &self,
         driver: &mut dyn Driver,
         pages: &[u32],
-        tokens: usize,
-        kv: &[u8],
+        kv: &KvPart<'_>,
     ) -> Result<(), DriverError> {
         let mut from = 0;
-        self.runs(pages, tokens, |buffer, at, len| {
-            let bytes = &kv[from..from + len];
+        self.runs(pages, kv.from..kv.to, |buffer, at, len| {
+            let bytes = &kv.bytes[from..from + len];
             from += len;
             driver.write(buffer, at, bytes)
         })
     }
 
-    /// Checks that a snapshot is one of this plan.
-    pub fn check_snapshot(&self, snapshot: &Snapshot) -> Result<(), String> {
+    /// Checks that a snapshot and its cache are of this plan.
+    pub fn check_snapshot(&self, snapshot: &Snapshot, kv: &[KvPart<'_>]) -> Result<(), String> {
         let l = &self.layout;
-        let want = [
-            l.recurrent_bytes(),
-            l.recurrent_layers * l.conv_len() * 2,
-            l.kv_layers * 2 * l.kv_heads * snapshot.position * l.head_dim * 2,
-        ];
-        let have = [snapshot.recurrent.len(), snapshot.conv.len(), snapshot.kv.len()];
-        match want == have {
-            true => Ok(()),
-            false => Err(format!(
-                "the snapshot holds {have:?} bytes of recurrent state, convolution state and cache, this model has {want:?}; it is of another model or precision"
-            )),
+        let want = [l.recurrent_bytes(), l.recurrent_layers * l.conv_len() * 2];
+        let have = [snapshot.recurrent.len(), snapshot.conv.len()];
+        if want != have {
+            return Err(format!(
+                "the snapshot holds {have:?} bytes of recurrent and convolution state, this model has {want:?}; it is of another model or precision"
+            ));
         }
+        KvPart::check(kv, snapshot.position, l.kv_layers * 2 * l.kv_heads * l.head_dim * 2)
     }
 
     /// Puts a canonical state into a slot.
@@ -371,7 +372,7 @@ impl Memory {
                 }
             }
         }
-        self.write_kv(driver, pages, tokens, &kv)
+        self.write_kv(driver, pages, &KvPart { from: 0, to: tokens, bytes: &kv })
     }
 
     /// A slot's state in canonical form.
@@ -384,7 +385,7 @@ impl Memory {
         tokens: usize,
     ) -> Result<SlotState, DriverError> {
         let (recurrent, conv) = self.read_state(driver, slot, parity)?;
-        let kv = self.read_kv(driver, pages, tokens)?;
+        let kv = self.read_kv(driver, pages, 0..tokens)?;
         let number =
             |bytes: &[u8], i: usize| bf16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32();
         let l = &self.layout;

@@ -208,6 +208,8 @@ pub struct Status {
     pub steps: u64,
     /// Requests that gave way to others and were taken up again, since the start.
     pub preemptions: u64,
+    /// States of prefixes that are kept at present.
+    pub prefixes: usize,
     /// Prefixes that were not kept for want of room, since the start: later prompts compute them again.
     pub prefixes_skipped: u64,
     /// Steps that failed, since the start.

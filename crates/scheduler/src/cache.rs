@@ -7,6 +7,8 @@ use lily_engine::SessionSnapshot;
 pub(crate) struct PrefixCache {
     entries: Vec<Entry>,
     cap: u64,
+    /// Bytes of the entries; what they share counts once.
+    bytes: u64,
     clock: u64,
 }
 
@@ -23,7 +25,16 @@ impl PrefixCache {
 
     /// Bytes that the snapshots take.
     pub fn bytes(&self) -> u64 {
-        self.entries.iter().map(|e| e.snapshot.bytes()).sum()
+        self.bytes
+    }
+
+    /// Snapshots kept.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    fn count(&mut self) {
+        self.bytes = SessionSnapshot::bytes_of(self.entries.iter().map(|e| &e.snapshot));
     }
 
     /// Whether a snapshot of that size is ever kept.
@@ -58,32 +69,37 @@ impl PrefixCache {
         found.max_by_key(|(_, e)| e.snapshot.tokens().len()).map(|(at, _)| at)
     }
 
-    /// Makes room for a snapshot of that size.
-    pub fn make_room(&mut self, bytes: u64) {
-        while self.bytes() + bytes > self.cap && self.evict() {}
+    /// Whether there is room for so many bytes more.
+    pub fn has_room(&self, bytes: u64) -> bool {
+        self.bytes.saturating_add(bytes) <= self.cap
     }
 
-    /// Keeps a snapshot.
+    /// Keeps a snapshot, whatever has to go for it.
     pub fn insert(&mut self, snapshot: SessionSnapshot) {
-        self.make_room(snapshot.bytes());
         self.remove(snapshot.tokens());
         self.clock += 1;
         self.entries.push(Entry { snapshot, used: self.clock });
+        self.count();
+        while self.bytes > self.cap && self.entries.len() > 1 && self.evict() {}
     }
 
     /// Forgets the one not used for longest. `false`: there is none.
     pub fn evict(&mut self) -> bool {
         let oldest = self.entries.iter().enumerate().min_by_key(|(_, e)| e.used);
         let at = oldest.map(|(at, _)| at);
-        at.map(|at| self.entries.swap_remove(at)).is_some()
+        let gone = at.map(|at| self.entries.swap_remove(at));
+        self.count();
+        gone.is_some()
     }
 
     /// Forgets one prefix.
     pub fn remove(&mut self, tokens: &[u32]) {
         self.entries.retain(|e| e.snapshot.tokens() != tokens);
+        self.count();
     }
 
     pub fn clear(&mut self) {
         self.entries.clear();
+        self.bytes = 0;
     }
 }

@@ -194,6 +194,15 @@ impl Running {
         self.job.goes_on(samples, context)
     }
 
+    /// The next marks that lie inside a step of so many prompt tokens, as tokens of the step.
+    pub fn marks_inside(&self, rows: usize) -> impl Iterator<Item = usize> {
+        let seen = self.seen();
+        self.marks
+            .iter()
+            .filter_map(move |mark| mark.checked_sub(seen))
+            .filter(move |n| (1..rows).contains(n))
+    }
+
     /// Prompt tokens until the next mark, or until the end.
     pub fn until_mark(&self) -> usize {
         let seen = self.seen();

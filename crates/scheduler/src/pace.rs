@@ -11,6 +11,23 @@ pub(crate) struct Pace {
     row: Option<f64>,
 }
 
+/// Prompts are cut at multiples of this many tokens, counted from where the state was last kept: devices with
+/// matrix units compute that many at once, and bits of the recurrence hang on where such a chunk begins.
+pub(crate) const GRAIN: usize = 32;
+
+/// Tokens of the next step of a prompt, of which `until` are to be computed before its state is kept, where there is
+/// room for so many. What is left is no part of a chunk alone where that can be helped.
+pub(crate) fn cut(until: usize, room: usize) -> usize {
+    if until <= room || room < GRAIN {
+        return until.min(room);
+    }
+    let rows = room - room % GRAIN;
+    match until - rows < GRAIN && rows > GRAIN {
+        true => rows - GRAIN,
+        false => rows,
+    }
+}
+
 /// Prompt tokens of the first step that others wait for, before anything was measured.
 const FIRST: usize = 64;
 
@@ -71,6 +88,40 @@ mod tests {
             pace.learn(0, 0.3);
         }
         assert_eq!(pace.rows(DELAY, 16, 512), 16);
+    }
+
+    #[test]
+    fn prompts_are_cut_into_whole_chunks() {
+        for (until, room, rows) in [
+            (10, 0, 0),
+            (10, 100, 10),
+            (100, 100, 100),
+            (1000, 100, 96),
+            (1000, 64, 64),
+            (1000, 63, 32),
+            // Not 96 and a rest of 4.
+            (100, 96, 64),
+            (127, 96, 64),
+            (128, 96, 96),
+            // There is no other way.
+            (40, 33, 32),
+            (40, 31, 31),
+            (1000, 16, 16),
+        ] {
+            assert_eq!(cut(until, room), rows, "{until} {room}");
+        }
+        // Whatever the rooms are, from 32 on: the same chunks.
+        for total in 64..400 {
+            for room in 64..130 {
+                let mut left = total;
+                while left > 0 {
+                    let rows = cut(left, room);
+                    assert!(rows > 0 && rows <= room);
+                    assert!(rows == left || rows.is_multiple_of(GRAIN) && left - rows >= GRAIN);
+                    left -= rows;
+                }
+            }
+        }
     }
 
     #[test]

@@ -34,6 +34,11 @@ pub struct SchedulerOptions {
     /// Bytes of [`EngineOptions::snapshot_bytes`](lily_engine::EngineOptions) for prefixes of prompts. What is
     /// beyond serves requests that gave way to others.
     pub cache_bytes: u64,
+    /// Least distance in tokens of the states that are kept inside a prompt, besides those at its
+    /// [boundaries](Request::boundaries): at most so many tokens, or a quarter of a long prompt, are computed again
+    /// when a later prompt departs anywhere. It doubles until a prompt has no more than eight. 0 keeps none. Steps
+    /// end there, so a multiple of 32 suits devices with matrix units.
+    pub stride: usize,
     /// Whether a step may decode some requests and compute others' prompts; else the two alternate.
     pub mixed: bool,
     /// Wait before a lost device is opened again; doubled each time until a step succeeds, up to 32 times.
@@ -47,6 +52,7 @@ impl Default for SchedulerOptions {
             delay: Duration::from_millis(200),
             min_chunk: 16,
             cache_bytes: u64::MAX,
+            stride: 1024,
             mixed: true,
             backoff: Duration::from_millis(500),
         }

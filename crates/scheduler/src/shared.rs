@@ -34,6 +34,8 @@ pub(crate) struct Inbox {
     pub shutdown: Option<Instant>,
     pub health: Health,
     pub memory: Vec<MemoryUse>,
+    /// States of prefixes that are kept.
+    pub prefixes: usize,
     /// Seconds from leaving the queue to the end, lately.
     pub service: f64,
 }
@@ -95,6 +97,7 @@ impl Shared {
                 shutdown: None,
                 health: Health::Well,
                 memory: Vec::new(),
+                prefixes: 0,
                 service: 1.0,
             }),
             changed: Condvar::new(),
@@ -169,6 +172,7 @@ impl Shared {
             prompt_tokens_cached: count(&self.counters.cached),
             steps: count(&self.counters.steps),
             preemptions: count(&self.counters.preemptions),
+            prefixes: inbox.prefixes,
             prefixes_skipped: count(&self.counters.skipped),
             faults: count(&self.counters.faults),
         }

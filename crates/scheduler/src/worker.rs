@@ -302,7 +302,9 @@ impl Worker {
             ("prefix_cache", self.cache.bytes()),
         ];
         let memory = uses.map(|(purpose, bytes)| MemoryUse { purpose, bytes });
-        self.shared.inbox().memory = memory.to_vec();
+        let mut inbox = self.shared.inbox();
+        inbox.memory = memory.to_vec();
+        inbox.prefixes = self.cache.len();
     }
 
     /// Keeps the state of a running job's prefix, if there is room.
@@ -318,7 +320,8 @@ impl Worker {
             Counters::add(&self.shared.counters.skipped, 1);
             return Ok(());
         }
-        self.cache.make_room(bytes);
+        // What goes may be what this one would have shared: its need is looked up each time.
+        while !self.cache.has_room(engine.snapshot_need(session)) && self.cache.evict() {}
         loop {
             match engine.snapshot(session) {
                 Ok(snapshot) => {

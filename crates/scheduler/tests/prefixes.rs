@@ -6,6 +6,9 @@ use common::*;
 use lily_engine::{EngineOptions, snapshot_bytes};
 use lily_scheduler::*;
 
+/// Whether two steps are in flight, and whether states inside a step are kept.
+const KINDS: [(bool, bool); 3] = [(false, false), (true, false), (false, true)];
+
 fn check(got: Outcome, prompt: &[u32], seed: u64, count: usize, cached: usize) {
     assert_eq!(got.ids, oracle::answer(prompt, seed, count));
     assert_eq!((got.cached, got.end), (Some(cached), Ok(Finish::Length)));
@@ -13,8 +16,8 @@ fn check(got: Outcome, prompt: &[u32], seed: u64, count: usize, cached: usize) {
 
 #[test]
 fn an_equal_prompt_is_computed_once() {
-    for overlaps in [false, true] {
-        check_equal_prompts(&Setup { overlaps, ..Setup::default() }.start());
+    for (overlaps, marks) in KINDS {
+        check_equal_prompts(&Setup { overlaps, marks, ..Setup::default() }.start());
     }
 }
 
@@ -37,8 +40,8 @@ fn check_equal_prompts(rig: &Rig) {
 
 #[test]
 fn the_next_turn_and_another_question_reuse_what_they_share() {
-    for overlaps in [false, true] {
-        check_turns(&Setup { overlaps, ..Setup::default() }.start());
+    for (overlaps, marks) in KINDS {
+        check_turns(&Setup { overlaps, marks, ..Setup::default() }.start());
     }
 }
 
@@ -136,8 +139,9 @@ fn the_cache_is_bounded_and_the_unused_goes_first() {
 #[test]
 fn prompts_of_any_length_are_kept() {
     let lengths = [1_000, 16_000, 64_000];
+    // The states inside take as much each: of the fake program only tokens count, computed and to come.
     let snapshot_bytes =
-        lengths.map(|n| snapshot_bytes(&common::fake::plan(), n + 64)).iter().sum();
+        lengths.map(|n| 9 * snapshot_bytes(&common::fake::plan(), n + 64)).iter().sum();
     let engine = EngineOptions { snapshot_bytes, ..EngineOptions::new(65_536, SLOTS, 2_048) };
     let rig = Setup { engine, ..Setup::default() }.start();
     for (kind, n) in lengths.into_iter().enumerate() {
@@ -146,6 +150,91 @@ fn prompts_of_any_length_are_kept() {
         check(rig.run(request(p.clone(), 3)), &p, 0, 3, n - 1);
     }
     assert_eq!(rig.scheduler.status().prefixes_skipped, 0);
+}
+
+/// Prompts with one long beginning and different ends, whose places nobody tells: what is computed again is bounded.
+#[test]
+fn a_prompt_may_depart_anywhere() {
+    for (overlaps, marks) in KINDS {
+        let options = SchedulerOptions { stride: 64, ..Setup::default().options };
+        let rig = Setup { options, overlaps, marks, ..Setup::default() }.start();
+        let long = distinct(0, 500);
+        check(rig.run(request(long.clone(), 4)), &long, 0, 4, 0);
+        // The last ten tokens differ, as where a date stands at the end.
+        for day in 0..3 {
+            let dated = [&long[..490], &[40_000 + day; 10]].concat();
+            check(rig.run(request(dated.clone(), 4)), &dated, 0, 4, 448);
+        }
+        for (shared, kept) in [(499, 499), (448, 448), (447, 384), (65, 64), (64, 64), (63, 0)] {
+            let other = [&long[..shared], &[9, 8, 7][..]].concat();
+            // One of them may have left the whole prompt of another behind.
+            let got = rig.run(request(other.clone(), 4));
+            assert_eq!(got.ids, oracle::answer(&other, 0, 4));
+            assert_eq!(got.cached, Some(kept), "{shared}");
+        }
+        assert_eq!(rig.scheduler.status().prefixes_skipped, 0);
+        assert!(rig.scheduler.status().prefixes >= 8);
+    }
+}
+
+/// Two prompts that part in the middle, at once: the second waits for what the first computes of it.
+#[test]
+fn a_beginning_is_computed_once_for_two() {
+    for marks in [false, true] {
+        let options = SchedulerOptions { stride: 64, ..Setup::default().options };
+        let rig = Setup { options, gated: true, marks, ..Setup::default() }.start();
+        let (a, b) = (distinct(0, 400), [&distinct(0, 300)[..], &[5; 100]].concat());
+        let first = rig.submit(request(a.clone(), 4));
+        let second = rig.submit(request(b.clone(), 4));
+        rig.gate.first();
+        rig.gate.open();
+        check(outcome(first), &a, 0, 4, 0);
+        check(outcome(second), &b, 0, 4, 256);
+        rig.check_whole();
+    }
+}
+
+/// States inside prompts have their share of the memory and no more.
+#[test]
+fn inner_states_are_bounded_and_can_be_left_out() {
+    let one = snapshot_bytes(&common::fake::plan(), 500);
+    for (stride, cache_bytes, prefixes) in
+        [(0, u64::MAX, 1), (64, u64::MAX, 8), (32, u64::MAX, 8), (64, 3 * one, 3), (64, one - 1, 0)]
+    {
+        for marks in [false, true] {
+            let options = SchedulerOptions { stride, cache_bytes, ..Setup::default().options };
+            let rig = Setup { options, marks, ..Setup::default() }.start();
+            let p = distinct(0, 500);
+            check(rig.run(request(p.clone(), 4)), &p, 0, 4, 0);
+            rig.until("it has ended", |s| s.running == 0);
+            let status = rig.scheduler.status();
+            let bytes = status.memory.iter().find(|m| m.purpose == "prefix_cache").unwrap().bytes;
+            assert!(bytes <= cache_bytes);
+            // States inside a step have no tokens to come with them: they are smaller.
+            assert!(status.prefixes >= prefixes.min(3) && status.prefixes <= 8);
+            assert!(marks || status.prefixes == prefixes, "{stride} {cache_bytes}");
+        }
+    }
+}
+
+/// Where states inside a step are kept, a prompt takes as many steps as without them.
+#[test]
+fn marks_inside_a_step_cost_no_step() {
+    for (marks, want) in [(false, vec![60, 20, 9, 1]), (true, vec![90])] {
+        let engine = EngineOptions { chunk: 128, ..Setup::default().engine };
+        let rig = Setup { engine, marks, ..Setup::default() }.start();
+        let p = distinct(0, 90);
+        let mut r = request(p.clone(), 1);
+        r.boundaries = vec![60, 80, 90];
+        check(rig.run(r.clone()), &p, 0, 1, 0);
+        let steps: Vec<usize> = rig.log.lock().unwrap().steps.concat();
+        assert_eq!(steps, want);
+        check(rig.run(r), &p, 0, 1, 89);
+        for shared in [60, 80] {
+            let other = [&p[..shared], &[3, 1, 4][..]].concat();
+            check(rig.run(request(other.clone(), 3)), &other, 0, 3, shared);
+        }
+    }
 }
 
 #[test]

@@ -65,15 +65,20 @@ fn judge(request: &Request, got: &Outcome) -> bool {
 
 #[test]
 fn two_thousand_random_requests() {
-    two_thousand(7, false);
+    two_thousand(7, false, false);
 }
 
 #[test]
 fn two_thousand_random_requests_with_two_steps_in_flight() {
-    two_thousand(8, true);
+    two_thousand(8, true, false);
 }
 
-fn two_thousand(seed: u64, overlaps: bool) {
+#[test]
+fn two_thousand_random_requests_with_states_inside_steps() {
+    two_thousand(9, false, true);
+}
+
+fn two_thousand(seed: u64, overlaps: bool, marks: bool) {
     let mut random = Random(seed);
     let faults = (0..4).map(|_| {
         let mut list = Vec::new();
@@ -97,7 +102,8 @@ fn two_thousand(seed: u64, overlaps: bool) {
         backoff: Duration::from_millis(1),
         ..SchedulerOptions::default()
     };
-    let rig = Setup { engine, options, faults, overlaps, ..Setup::default() }.start();
+    let options = SchedulerOptions { stride: 50, ..options };
+    let rig = Setup { engine, options, faults, overlaps, marks, ..Setup::default() }.start();
     let (mut taken, mut whole, mut cancelled, mut failed, mut refused) = (0, 0, 0, 0, 0);
     let mut open: Vec<(Request, EventStream)> = Vec::new();
     while taken < 2000 {

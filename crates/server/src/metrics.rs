@@ -146,6 +146,12 @@ impl Metrics {
                 status.preemptions as f64,
             ),
             (
+                "lily_prefixes",
+                "gauge",
+                "States of prompts' prefixes that are kept.",
+                status.prefixes as f64,
+            ),
+            (
                 "lily_prefixes_skipped_total",
                 "counter",
                 "Prefixes of prompts that were not kept for want of memory.",

@@ -324,6 +324,7 @@ impl Generator for Replay {
             prompt_tokens_cached: 0,
             steps: state.steps,
             preemptions: 0,
+            prefixes: 0,
             prefixes_skipped: 0,
             faults: state.faults,
         }

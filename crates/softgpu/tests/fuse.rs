@@ -126,8 +126,7 @@ fn a_switch_changes_the_recorded_steps() {
     let profile = Profile::named("cuda").expect("a known profile");
     let kernels = |tuning: &Tuning, rows: u32, context: u32| {
         let recording = Recording::virtual_of(&plan(), tuning, &profile).unwrap();
-        let limits =
-            Limits { pages: context.div_ceil(256) as usize, ..Limits::new(1, 1, rows as usize) };
+        let limits = Limits::new(1, context as usize, rows as usize);
         let shape = StepShape { segments: vec![rows], outputs: 1, context };
         let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
         let (list, scratch) = recording.record_virtual(&limits, &kind).unwrap();
@@ -160,7 +159,7 @@ fn experts_that_start_early() {
     let starts = |tuning: &Tuning, op: &str| -> Vec<bool> {
         let profile = Profile::named("h200").expect("a known profile");
         let recording = Recording::virtual_of(&plan(), tuning, &profile).unwrap();
-        let limits = Limits { pages: 16, ..Limits::new(1, 1, 1) };
+        let limits = Limits::new(1, 4096, 1);
         let shape = StepShape { segments: vec![1], outputs: 1, context: 4096 };
         let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
         let (list, _) = recording.record_virtual(&limits, &kind).unwrap();

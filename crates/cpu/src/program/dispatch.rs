@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 
-use lily_device::Weight;
+use lily_device::{SlotId, Weight};
 use lily_ops::ops::{Attention, AttentionPrep, CausalConv, DeltaScan, ExpertsIn, ExpertsOut};
 use lily_ops::{Activation, Op, Plan, ValueId, WeightId};
 
@@ -208,19 +208,48 @@ impl Context<'_> {
     }
 }
 
-/// The part of each slot's state that a layer uses, for the slots of a step, in order of their rows.
+/// Rows of a step that a slot's state passes over at once.
+#[derive(Clone, Debug)]
+struct Piece {
+    slot: SlotId,
+    first: usize,
+    rows: usize,
+    /// Rows of its segment up to its end, if the state is kept there.
+    kept: Option<usize>,
+}
+
+/// The rows of a step's segments in rounds: a segment whose state is kept on the way has one piece a round, the others
+/// are in the first.
+fn rounds(state: &State, run: &Run) -> Vec<Vec<Piece>> {
+    let mut rounds: Vec<Vec<Piece>> = Vec::new();
+    for s in run.segments() {
+        let mut from = 0;
+        for (round, to) in state.stops(s.slot, s.rows).into_iter().enumerate() {
+            let kept = (to < s.rows).then_some(to);
+            let piece = Piece { slot: s.slot, first: s.first + from, rows: to - from, kept };
+            match rounds.get_mut(round) {
+                Some(list) => list.push(piece),
+                None => rounds.push(vec![piece]),
+            }
+            from = to;
+        }
+    }
+    rounds
+}
+
+/// The part of each slot's state that a layer uses, for the slots of a round, in order of their rows.
 fn segments<'a, T>(
     all: &'a mut [T],
     slot_len: usize,
     layer: usize,
     layer_len: usize,
-    run: &Run,
+    pieces: &[Piece],
 ) -> Vec<StateSegment<'a, T>> {
     let mut found: Vec<StateSegment<'a, T>> = all
         .chunks_mut(slot_len)
         .enumerate()
         .filter_map(|(slot, state)| {
-            let s = run.segments().iter().find(|s| s.slot.0 as usize == slot)?;
+            let s = pieces.iter().find(|s| s.slot.0 as usize == slot)?;
             let state = &mut state[layer * layer_len..][..layer_len];
             Some(StateSegment { first_row: s.first, rows: s.rows, state })
         })
@@ -233,19 +262,34 @@ fn causal_conv(c: &Context, state: &mut State, run: &Run, op: &CausalConv) {
     let (_, slot_len) = state.slot_lens();
     let layer_len = state.layout.conv_len();
     let (shape, weight) = (delta_shape(c.plan), c.vector(op.weight));
-    with_cache!(&mut state.stored, cache => {
-        let mut list = segments(&mut cache.conv, slot_len, op.layer, layer_len, run);
-        let (x, out) = (c.read(op.x), c.write(op.out));
-        gdn::causal_conv(c.isa, c.pool, &shape, &mut list, x, weight, out);
-    });
+    let (x, out) = (c.read(op.x), c.write(op.out));
+    for pieces in rounds(state, run) {
+        with_cache!(&mut state.stored, cache => {
+            let mut list = segments(&mut cache.conv, slot_len, op.layer, layer_len, &pieces);
+            gdn::causal_conv(c.isa, c.pool, &shape, &mut list, x, weight, out);
+        });
+        for piece in pieces {
+            if let Some(rows) = piece.kept {
+                state.keep_conv(piece.slot, rows, op.layer);
+            }
+        }
+    }
 }
 
 fn delta_scan(c: &Context, state: &mut State, run: &Run, op: &DeltaScan) {
     let (slot_len, _) = state.slot_lens();
     let layer_len = state.layout.recurrent_len();
-    let mut list = segments(&mut state.recurrent, slot_len, op.layer, layer_len, run);
     let input = ScanInput { qkv: c.read(op.qkv), decay: c.read(op.decay), beta: c.read(op.beta) };
-    gdn::scan(c.isa, c.pool, &delta_shape(c.plan), &mut list, &input, c.write(op.out));
+    let (shape, out) = (delta_shape(c.plan), c.write(op.out));
+    for pieces in rounds(state, run) {
+        let mut list = segments(&mut state.recurrent, slot_len, op.layer, layer_len, &pieces);
+        gdn::scan(c.isa, c.pool, &shape, &mut list, &input, out);
+        for piece in pieces {
+            if let Some(rows) = piece.kept {
+                state.keep_recurrent(piece.slot, rows, op.layer);
+            }
+        }
+    }
 }
 
 fn prepare_attention(

@@ -12,9 +12,9 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use lily_device::{
-    Counters, Input, Limits, Measure, MemoryNeed, OperationTime, OperationTimes, Output, Program,
-    Refusal, Score, Segment, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut, StepSlots,
-    Ticket, check_params, check_step,
+    Counters, Input, KvPart, Limits, Measure, MemoryNeed, OperationTime, OperationTimes, Output,
+    Program, Refusal, Score, Segment, SegmentOut, SlotId, Snapshot, Step, StepError, StepOut,
+    StepSlots, Ticket, check_params, check_room, check_step,
 };
 use lily_ops::sample::{SampleParams, Sampled, sample};
 use lily_ops::{Case, CaseOutputs, Plan, SlotState};
@@ -95,6 +95,7 @@ impl CpuProgram {
             self.slots.grow(*slot, rows);
             let live = self.slots.live_mut(*slot);
             live.undo = None;
+            self.executor.state_mut().begin_marks(*slot, rows);
             if rows == 1 && self.executor.limits().undo {
                 live.remember();
                 self.executor.state_mut().keep(*slot);
@@ -111,8 +112,14 @@ impl CpuProgram {
         for (slot, list) in ids.iter().zip(&tokens) {
             let live = self.slots.live_mut(*slot);
             match failed.contains(slot) {
-                true => live.poisoned = true,
-                false => live.position += list.len(),
+                true => {
+                    live.poisoned = true;
+                    self.executor.state_mut().unmark(*slot);
+                }
+                false => {
+                    self.executor.state_mut().end_marks(*slot, live.position);
+                    live.position += list.len();
+                }
             }
         }
         match segments.first() {
@@ -344,7 +351,9 @@ impl Program for CpuProgram {
 
     fn reset(&mut self, slot: SlotId) -> Result<(), StepError> {
         self.slots.reset(slot)?;
-        self.executor.state_mut().clear(slot);
+        let state = self.executor.state_mut();
+        state.clear(slot);
+        state.unmark(slot);
         Ok(())
     }
 
@@ -358,9 +367,10 @@ impl Program for CpuProgram {
         Ok(self.slots.get(slot)?.position)
     }
 
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
         let live = self.slots.get(slot)?;
-        let (recurrent, conv, kv) = self.executor.state().save(slot, &live.pages, live.position);
+        let tokens = from.min(live.position)..live.position;
+        let (recurrent, conv, kv) = self.executor.state().save(slot, &live.pages, tokens);
         Ok(Snapshot {
             position: live.position,
             last_sampled: live.last_sampled,
@@ -372,16 +382,60 @@ impl Program for CpuProgram {
         })
     }
 
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
-        self.executor.state().check_snapshot(snapshot).map_err(Refusal::Invalid)?;
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
+        self.executor.state().check_snapshot(snapshot, kv).map_err(Refusal::Invalid)?;
+        check_room(&self.executor.limits(), slot, snapshot.position)?;
         self.slots.reserve_for_restore(slot, snapshot.position)?;
         let live = self.slots.live_mut(slot);
         live.position = snapshot.position;
         live.last_sampled = snapshot.last_sampled;
         live.generated = snapshot.generated;
         live.counts = snapshot.counts.clone();
-        self.executor.state_mut().load(slot, &live.pages, snapshot);
+        let state = self.executor.state_mut();
+        state.load(slot, snapshot);
+        state.unmark(slot);
+        kv.iter().for_each(|part| state.load_kv(&live.pages, part));
         Ok(())
+    }
+
+    fn marks(&self) -> bool {
+        true
+    }
+
+    fn mark(&mut self, slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        self.slots.get(slot)?;
+        if rows.first() == Some(&0) || !rows.is_sorted_by(|a, b| a < b) {
+            let what = format!("states behind {rows:?} tokens of a step: they must ascend from 1");
+            return Err(Refusal::Invalid(what).into());
+        }
+        self.executor.state_mut().mark(slot, rows);
+        Ok(())
+    }
+
+    fn take_marked(&mut self, slot: SlotId, from: usize) -> Result<Vec<Snapshot>, StepError> {
+        let pages = self.slots.get(slot)?.pages.clone();
+        let state = self.executor.state_mut();
+        let mut from = from;
+        let taken = state.take_marked(slot).into_iter().map(|marked| {
+            let position = marked.position.unwrap_or_default();
+            let kv = state.save_kv(&pages, from.min(position)..position);
+            from = position;
+            Snapshot {
+                position,
+                last_sampled: None,
+                generated: 0,
+                counts: Default::default(),
+                recurrent: marked.recurrent,
+                conv: marked.conv,
+                kv,
+            }
+        });
+        Ok(taken.collect())
     }
 
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {

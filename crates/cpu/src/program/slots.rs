@@ -177,6 +177,10 @@ impl StepSlots for Slots {
         self.slots[slot.0 as usize].last_sampled.is_some()
     }
 
+    fn position(&self, slot: SlotId) -> usize {
+        self.slots[slot.0 as usize].position
+    }
+
     fn pages_needed(&self, slot: SlotId, rows: usize) -> usize {
         self.slots[slot.0 as usize].pages_needed(rows)
     }

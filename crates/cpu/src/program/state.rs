@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 use half::bf16;
-use lily_device::{Limits, PrepareError, SlotId, Snapshot};
+use lily_device::pages::page_runs;
+use lily_device::{KvPart, Limits, PrepareError, SlotId, Snapshot};
 use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::{ElementType, SlotState, StateLayout};
 
@@ -31,8 +32,21 @@ pub(super) struct Cache<T> {
     pub v: Vec<Vec<T>>,
 }
 
+/// A slot's recurrent and convolution state inside a step.
+pub(super) struct Marked {
+    pub slot: SlotId,
+    /// Tokens of the step before it.
+    pub rows: usize,
+    /// Tokens that the slot had seen there, when the step has run.
+    pub position: Option<usize>,
+    pub recurrent: Vec<u8>,
+    pub conv: Vec<u8>,
+}
+
 /// The state of all slots.
 pub(crate) struct State {
+    /// What steps are to keep on their way, and have kept.
+    pub(super) marked: Vec<Marked>,
     pub(super) layout: StateLayout,
     /// `[slot][recurrent layer][head][dv][dk]`.
     pub(super) recurrent: Vec<f32>,
@@ -95,16 +109,16 @@ fn at(layout: &StateLayout, pages: &[u32], head: usize, token: usize) -> usize {
     page * layout.page_len() + (head * PAGE_TOKENS + token % PAGE_TOKENS) * layout.head_dim
 }
 
-/// Start and length of each run of a head's elements that lie together, for `tokens` tokens in order.
+/// Start and length of each run of a head's elements that lie together, for a range of tokens in order.
 fn runs<'a>(
     layout: &'a StateLayout,
     pages: &'a [u32],
     head: usize,
-    tokens: usize,
+    tokens: Range<usize>,
 ) -> impl Iterator<Item = (usize, usize)> + 'a {
-    (0..tokens).step_by(PAGE_TOKENS).map(move |token| {
-        let count = (tokens - token).min(PAGE_TOKENS);
-        (at(layout, pages, head, token), count * layout.head_dim)
+    page_runs(tokens).map(move |run| {
+        let len = run.len() * layout.head_dim;
+        (at(layout, pages, head, run.start), len)
     })
 }
 
@@ -118,6 +132,7 @@ impl State {
         let before = if limits.undo { recurrent } else { 0 };
         Ok(Self {
             layout,
+            marked: Vec::new(),
             recurrent: zeroed("recurrent state", recurrent)?,
             recurrent_before: zeroed("recurrent state", before)?,
             stored,
@@ -162,21 +177,96 @@ impl State {
         (s * recurrent..(s + 1) * recurrent, s * conv..(s + 1) * conv)
     }
 
-    /// Bytes of a slot's recurrent state, convolution state and cache of `tokens` tokens.
-    pub fn save(&self, slot: SlotId, pages: &[u32], tokens: usize) -> (Vec<u8>, Vec<u8>, Vec<u8>) {
-        let (recurrent, conv) = self.slot_lens();
-        let s = slot.0 as usize;
-        let mut kv = Vec::with_capacity(self.kv_bytes(tokens));
-        let conv = with_cache!(&self.stored, c => {
-            for pair in c.k.iter().zip(&c.v) {
-                for part in [pair.0, pair.1] {
-                    for head in 0..self.layout.kv_heads {
-                        for (start, len) in runs(&self.layout, pages, head, tokens) {
-                            kv.extend_from_slice(bytemuck::cast_slice(&part[start..start + len]));
-                        }
+    /// Forgets what was to be kept in a slot's steps, and what was.
+    pub fn unmark(&mut self, slot: SlotId) {
+        self.marked.retain(|m| m.slot != slot);
+    }
+
+    /// Has a slot's next step keep its state behind so many tokens each.
+    pub fn mark(&mut self, slot: SlotId, rows: &[usize]) {
+        self.unmark(slot);
+        let layers = self.layout.recurrent_bytes();
+        let conv = self.layout.conv_bytes();
+        self.marked.extend(rows.iter().map(|&rows| Marked {
+            slot,
+            rows,
+            position: None,
+            recurrent: vec![0; layers],
+            conv: vec![0; conv],
+        }));
+    }
+
+    /// Rows of a slot's step of `rows` tokens behind which its state is kept, and the last one.
+    pub fn stops(&self, slot: SlotId, rows: usize) -> Vec<usize> {
+        let new = self.marked.iter().filter(|m| m.slot == slot && m.position.is_none());
+        new.map(|m| m.rows).filter(|at| *at < rows).chain([rows]).collect()
+    }
+
+    /// Keeps one layer's recurrent state of a slot, as it is behind `rows` tokens of the step.
+    pub fn keep_recurrent(&mut self, slot: SlotId, rows: usize, layer: usize) {
+        let (slot_len, len) = (self.slot_lens().0, self.layout.recurrent_len());
+        let state = &self.recurrent[slot.0 as usize * slot_len + layer * len..][..len];
+        if let Some(to) = self.marked.iter_mut().find(|m| m.slot == slot && m.rows == rows) {
+            to.recurrent[layer * len * 4..][..len * 4].copy_from_slice(bytemuck::cast_slice(state));
+        }
+    }
+
+    /// As [`keep_recurrent`](Self::keep_recurrent), of the convolution.
+    pub fn keep_conv(&mut self, slot: SlotId, rows: usize, layer: usize) {
+        let (slot_len, len) = (self.slot_lens().1, self.layout.conv_len());
+        let Some(to) = self.marked.iter_mut().find(|m| m.slot == slot && m.rows == rows) else {
+            return;
+        };
+        with_cache!(&self.stored, c => {
+            let state = &c.conv[slot.0 as usize * slot_len + layer * len..][..len];
+            let bytes: &[u8] = bytemuck::cast_slice(state);
+            to.conv[layer * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+        });
+    }
+
+    /// Before a step of `rows` tokens of a slot: what earlier ones kept is gone, and what lies beyond this one.
+    pub fn begin_marks(&mut self, slot: SlotId, rows: usize) {
+        self.marked.retain(|m| m.slot != slot || (m.position.is_none() && m.rows < rows));
+    }
+
+    /// After a slot's step, which began at `start`.
+    pub fn end_marks(&mut self, slot: SlotId, start: usize) {
+        for marked in self.marked.iter_mut().filter(|m| m.slot == slot) {
+            marked.position = Some(start + marked.rows);
+        }
+    }
+
+    /// Takes what a slot's last step kept.
+    pub(super) fn take_marked(&mut self, slot: SlotId) -> Vec<Marked> {
+        self.marked.extract_if(.., |m| m.slot == slot && m.position.is_some()).collect()
+    }
+
+    /// Bytes of a slot's cache of these tokens.
+    pub fn save_kv(&self, pages: &[u32], tokens: Range<usize>) -> Vec<u8> {
+        let mut kv = Vec::with_capacity(self.kv_bytes(tokens.len()));
+        with_cache!(&self.stored, c => {
+            for part in c.k.iter().zip(&c.v).flat_map(|(k, v)| [k, v]) {
+                for head in 0..self.layout.kv_heads {
+                    for (start, len) in runs(&self.layout, pages, head, tokens.clone()) {
+                        kv.extend_from_slice(bytemuck::cast_slice(&part[start..start + len]));
                     }
                 }
             }
+        });
+        kv
+    }
+
+    /// Bytes of a slot's recurrent state, convolution state and cache of these tokens.
+    pub fn save(
+        &self,
+        slot: SlotId,
+        pages: &[u32],
+        tokens: Range<usize>,
+    ) -> (Vec<u8>, Vec<u8>, Vec<u8>) {
+        let (recurrent, conv) = self.slot_lens();
+        let s = slot.0 as usize;
+        let kv = self.save_kv(pages, tokens);
+        let conv = with_cache!(&self.stored, c => {
             bytemuck::cast_slice(&c.conv[s * conv..][..conv]).to_vec()
         });
         let recurrent = bytemuck::cast_slice(&self.recurrent[s * recurrent..][..recurrent]);
@@ -188,40 +278,40 @@ impl State {
         l.kv_layers * 2 * l.kv_heads * tokens * l.head_dim * l.cache_element.size()
     }
 
-    /// Whether a snapshot is one of this plan.
-    pub fn check_snapshot(&self, snapshot: &Snapshot) -> Result<(), String> {
+    /// Whether a snapshot and its cache are of this plan.
+    pub fn check_snapshot(&self, snapshot: &Snapshot, kv: &[KvPart<'_>]) -> Result<(), String> {
         let (recurrent, conv) = self.slot_lens();
-        let want = [
-            recurrent * 4,
-            conv * self.layout.cache_element.size(),
-            self.kv_bytes(snapshot.position),
-        ];
-        let have = [snapshot.recurrent.len(), snapshot.conv.len(), snapshot.kv.len()];
-        match want == have {
-            true => Ok(()),
-            false => Err(format!(
-                "the snapshot holds {have:?} bytes of recurrent state, convolution state and cache, this model has {want:?}; it is of another model or precision"
-            )),
+        let want = [recurrent * 4, conv * self.layout.cache_element.size()];
+        let have = [snapshot.recurrent.len(), snapshot.conv.len()];
+        if want != have {
+            return Err(format!(
+                "the snapshot holds {have:?} bytes of recurrent and convolution state, this model has {want:?}; it is of another model or precision"
+            ));
         }
+        KvPart::check(kv, snapshot.position, self.kv_bytes(1))
     }
 
-    /// The reverse of [`save`](Self::save); the snapshot has been checked.
-    pub fn load(&mut self, slot: SlotId, pages: &[u32], snapshot: &Snapshot) {
+    /// The reverse of [`save`](Self::save), but for the cache; the snapshot has been checked.
+    pub fn load(&mut self, slot: SlotId, snapshot: &Snapshot) {
         let (recurrent, conv) = self.slot_lens();
         let s = slot.0 as usize;
         copy_bytes(&mut self.recurrent[s * recurrent..][..recurrent], &snapshot.recurrent);
+        with_cache!(&mut self.stored, c => {
+            copy_bytes(&mut c.conv[s * conv..][..conv], &snapshot.conv);
+        });
+    }
+
+    /// Writes a part of a slot's cache; it has been checked.
+    pub fn load_kv(&mut self, pages: &[u32], kv: &KvPart<'_>) {
         let layout = self.layout;
         let mut from = 0;
         with_cache!(&mut self.stored, c => {
-            copy_bytes(&mut c.conv[s * conv..][..conv], &snapshot.conv);
-            for (k, v) in c.k.iter_mut().zip(&mut c.v) {
-                for part in [k, v] {
-                    for head in 0..layout.kv_heads {
-                        for (start, len) in runs(&layout, pages, head, snapshot.position) {
-                            let bytes = len * layout.cache_element.size();
-                            copy_bytes(&mut part[start..start + len], &snapshot.kv[from..from + bytes]);
-                            from += bytes;
-                        }
+            for part in c.k.iter_mut().zip(&mut c.v).flat_map(|(k, v)| [k, v]) {
+                for head in 0..layout.kv_heads {
+                    for (start, len) in runs(&layout, pages, head, kv.from..kv.to) {
+                        let bytes = len * layout.cache_element.size();
+                        copy_bytes(&mut part[start..start + len], &kv.bytes[from..from + bytes]);
+                        from += bytes;
                     }
                 }
             }

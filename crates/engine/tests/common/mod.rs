@@ -6,9 +6,9 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use lily_device::{
-    Call, Counters, Device, Fault, FaultyProgram, Input, Limits, MemoryLimit, MemoryNeed, Output,
-    PrepareError, Program, Refusal, Schedule, Score, Segment, SegmentOut, SlotId, Snapshot, Step,
-    StepError, StepOut, Ticket, Weight,
+    Call, Counters, Device, Fault, FaultyProgram, Input, KvPart, Limits, MemoryLimit, MemoryNeed,
+    Output, PrepareError, Program, Refusal, Schedule, Score, Segment, SegmentOut, SlotId, Snapshot,
+    Step, StepError, StepOut, Ticket, Weight,
 };
 use lily_engine::{
     Cancel, Engine, EngineError, EngineOptions, GenerateParams, Generated, Logprobs, Machine,
@@ -29,6 +29,11 @@ fn mix(mut x: u64) -> u64 {
 
 fn see(state: u64, token: u32) -> u64 {
     mix(state.rotate_left(7) ^ u64::from(token))
+}
+
+/// Tells one cache from another.
+fn sum(kv: &[u8]) -> u64 {
+    kv.iter().fold(1, |sum, byte| see(sum, u32::from(*byte)))
 }
 
 fn choose(state: u64, seed: u64, index: u64) -> u32 {
@@ -80,6 +85,8 @@ pub mod oracle {
 struct Slot {
     state: u64,
     position: usize,
+    /// A byte for each token seen, in the place of K and V.
+    kv: Vec<u8>,
     pages: usize,
     generated: u64,
     /// The token that the previous step sampled.
@@ -87,6 +94,10 @@ struct Slot {
     held: bool,
     /// The state before the last step, if it was one of a single token.
     before: Option<Box<Slot>>,
+    /// Tokens of the next step behind which the state is kept.
+    marks: Vec<usize>,
+    /// States that the last step kept, with their positions.
+    marked: Vec<(usize, u64)>,
 }
 
 /// What a fake program saw, in order.
@@ -121,6 +132,8 @@ pub struct FakeProgram {
     tickets: u64,
     /// Steps in which the host takes part run alone, as on a GPU.
     overlaps: bool,
+    /// States inside steps are kept.
+    marks: bool,
     log: Arc<Mutex<Log>>,
 }
 
@@ -243,8 +256,11 @@ impl Program for FakeProgram {
             let mut states = Vec::new();
             for &t in tokens {
                 slot.state = see(slot.state, t);
+                slot.kv.push(slot.state as u8);
                 states.push(slot.state);
             }
+            let inside = std::mem::take(&mut slot.marks).into_iter().filter(|n| *n < tokens.len());
+            slot.marked = inside.map(|n| (slot.position + n, states[n - 1])).collect();
             slot.position += tokens.len();
             slot.pages = slot.pages.max(slot.position.div_ceil(PAGE_TOKENS));
             slot.last = None;
@@ -316,33 +332,76 @@ impl Program for FakeProgram {
         Ok(self.slot(slot)?.position)
     }
 
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
         let slot = self.slot(slot)?;
+        let state = [slot.state, sum(&slot.kv)].map(u64::to_le_bytes).concat();
         Ok(Snapshot {
             position: slot.position,
             last_sampled: slot.last,
             generated: slot.generated,
             counts: Default::default(),
-            recurrent: slot.state.to_le_bytes().to_vec(),
+            recurrent: state,
             conv: Vec::new(),
-            kv: vec![0; slot.position],
+            kv: slot.kv[from..].to_vec(),
         })
     }
 
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
         let have = self.slot(slot)?.pages;
         let pages = have + self.take_pages(snapshot.position, have)?;
+        KvPart::check(kv, snapshot.position, 1).map_err(Refusal::Invalid)?;
+        let (state, check) = snapshot.recurrent.split_at(8);
+        let kv = kv.iter().flat_map(|part| part.bytes).copied().collect::<Vec<u8>>();
+        rule(check == sum(&kv).to_le_bytes(), "the cache is not that of the state")?;
         *self.slot_mut(slot)? = Slot {
-            state: u64::from_le_bytes(snapshot.recurrent.as_slice().try_into().unwrap()),
+            state: u64::from_le_bytes(state.try_into().unwrap()),
             position: snapshot.position,
+            kv,
             pages,
             generated: snapshot.generated,
             last: snapshot.last_sampled,
             held: false,
             before: None,
+            marks: Vec::new(),
+            marked: Vec::new(),
         };
         self.log.lock().unwrap().restores += 1;
         Ok(())
+    }
+
+    fn marks(&self) -> bool {
+        self.marks
+    }
+
+    fn mark(&mut self, slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        rule(self.marks || rows.is_empty(), "no states inside steps")?;
+        rule(rows.first() != Some(&0) && rows.is_sorted_by(|a, b| a < b), "marks out of order")?;
+        self.slot_mut(slot)?.marks = rows.to_vec();
+        Ok(())
+    }
+
+    fn take_marked(&mut self, slot: SlotId, from: usize) -> Result<Vec<Snapshot>, StepError> {
+        let slot = self.slot_mut(slot)?;
+        let mut from = from;
+        let taken = std::mem::take(&mut slot.marked).into_iter().map(|(position, state)| {
+            let kv = slot.kv[from..position].to_vec();
+            from = position;
+            Snapshot {
+                position,
+                last_sampled: None,
+                generated: 0,
+                counts: Default::default(),
+                recurrent: [state, sum(&slot.kv[..position])].map(u64::to_le_bytes).concat(),
+                conv: Vec::new(),
+                kv,
+            }
+        });
+        Ok(taken.collect())
     }
 
     fn export(&mut self, _: SlotId) -> Result<SlotState, StepError> {
@@ -374,6 +433,8 @@ pub struct FakeDevice {
     pub schedule: Schedule,
     /// Two steps in flight pay.
     pub overlaps: bool,
+    /// States inside steps are kept.
+    pub marks: bool,
     /// Fewer pages than all slots need.
     pub pages: Option<usize>,
     pub need: MemoryNeed,
@@ -408,8 +469,9 @@ impl Device for FakeDevice {
         limits.pages = self.pages.unwrap_or(limits.pages);
         let slots = vec![Slot::default(); limits.slots];
         let log = Arc::clone(&self.log);
-        let (done, tickets, overlaps) = (Vec::new(), 0, self.overlaps);
-        let program = Box::new(FakeProgram { plan, limits, slots, done, tickets, overlaps, log });
+        let (done, tickets, overlaps, marks) = (Vec::new(), 0, self.overlaps, self.marks);
+        let program = FakeProgram { plan, limits, slots, done, tickets, overlaps, marks, log };
+        let program = Box::new(program);
         let submits = self.faults.iter().map(|(n, fault)| (Call::Submit, *n, *fault));
         let schedule = submits.chain(self.schedule.iter().copied()).collect();
         Ok(Box::new(FaultyProgram::with_schedule(program, schedule)))

@@ -11,8 +11,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use lily_device::{
-    Counters, Limits, MAX_IN_FLIGHT, Measure, MemoryNeed, OperationTimes, PrepareError, Program,
-    Refusal, SlotId, Snapshot, Step, StepError, StepOut, StepSlots, Ticket, Weight,
+    Counters, KvPart, Limits, MAX_IN_FLIGHT, Measure, MemoryNeed, OperationTimes, PrepareError,
+    Program, Refusal, SlotId, Snapshot, Step, StepError, StepOut, StepSlots, Ticket, Weight,
+    check_room,
 };
 use lily_ops::sample::{SampleParams, Sampled};
 use lily_ops::{Plan, SlotState};
@@ -85,9 +86,8 @@ impl GpuProgram {
         limits: Limits,
     ) -> Result<Self, PrepareError> {
         let profile = driver.profile().clone();
-        if [limits.slots, limits.rows, limits.outputs, limits.pages].contains(&0)
-            || limits.rows > MAX_ROWS
-        {
+        let Limits { slots, context, rows, outputs, pages, .. } = limits;
+        if [slots, context, rows, outputs, pages].contains(&0) || limits.rows > MAX_ROWS {
             return Err(PrepareError::Invalid(format!(
                 "{limits:?}: each must be at least 1, and a step has at most {MAX_ROWS} tokens"
             )));
@@ -256,12 +256,13 @@ impl GpuProgram {
         }
     }
 
-    fn take_snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+    fn take_snapshot(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
         let live = self.slots.get(slot)?.clone();
         let index = slot.0 as usize;
         let driver = &mut *self.driver;
         let read = self.memory.read_state(driver, index, live.parity).and_then(|state| {
-            Ok((state, self.memory.read_kv(driver, &live.pages, live.position)?))
+            let tokens = from.min(live.position)..live.position;
+            Ok((state, self.memory.read_kv(driver, &live.pages, tokens)?))
         });
         let ((recurrent, conv), kv) = read.map_err(|e| self.broken(e))?;
         let last_sampled = match live.last {
@@ -279,8 +280,14 @@ impl GpuProgram {
         })
     }
 
-    fn put_snapshot(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
-        self.memory.check_snapshot(snapshot).map_err(Refusal::Invalid)?;
+    fn put_snapshot(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
+        self.memory.check_snapshot(snapshot, kv).map_err(Refusal::Invalid)?;
+        check_room(&self.limits, slot, snapshot.position)?;
         self.slots.reserve(slot, snapshot.position)?;
         let live = self.slots.live_mut(slot);
         live.position = snapshot.position;
@@ -295,7 +302,7 @@ impl GpuProgram {
             .and_then(|()| {
                 self.memory.write_state(driver, index, 0, &snapshot.recurrent, &snapshot.conv)
             })
-            .and_then(|()| self.memory.write_kv(driver, &pages, snapshot.position, &snapshot.kv));
+            .and_then(|()| kv.iter().try_for_each(|kv| self.memory.write_kv(driver, &pages, kv)));
         written.map_err(|e| self.broken(e))?;
         self.push_counts(slot)?;
         self.push_header(slot)
@@ -426,16 +433,21 @@ impl Program for GpuProgram {
         Ok(self.slots.get(slot)?.position)
     }
 
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
         self.alive()?;
         self.idle(Some(slot), "taking a snapshot")?;
-        self.take_snapshot(slot)
+        self.take_snapshot(slot, from)
     }
 
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
         self.alive()?;
         self.idle(Some(slot), "restoring a slot")?;
-        self.put_snapshot(slot, snapshot)
+        self.put_snapshot(slot, snapshot, kv)
     }
 
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {

@@ -145,6 +145,10 @@ impl StepSlots for Slots {
         self.slots[slot.0 as usize].last != LastSampled::None
     }
 
+    fn position(&self, slot: SlotId) -> usize {
+        self.slots[slot.0 as usize].position
+    }
+
     fn pages_needed(&self, slot: SlotId, rows: usize) -> usize {
         self.slots[slot.0 as usize].pages_needed(rows)
     }

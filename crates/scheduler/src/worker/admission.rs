@@ -10,6 +10,21 @@ use crate::shared::Counters;
 /// A prefix that is computed for another job is waited for if it saves this many tokens.
 const WORTH_WAITING: usize = 32;
 
+/// States kept inside a prompt at most: each takes the recurrent state's bytes.
+const MOST_INNER: usize = 8;
+
+/// Lengths of the prefixes of a prompt that are kept though nothing says that others depart there: every `stride`
+/// tokens, or twice, four times … as many in a long prompt. Prompts with the same beginning have the same ones, or
+/// every other.
+fn inner_marks(stride: usize, prompt: usize) -> impl Iterator<Item = usize> {
+    let mut step = stride;
+    while step > 0 && prompt / step > MOST_INNER {
+        step = step.saturating_mul(2);
+    }
+    let count = prompt.checked_div(step).unwrap_or(0);
+    (1..=count).map(move |n| n * step)
+}
+
 fn pages(tokens: usize) -> usize {
     tokens.div_ceil(PAGE_TOKENS)
 }
@@ -137,10 +152,12 @@ impl Worker {
         if job.start(reuse.reused) {
             Counters::add(&self.shared.counters.cached, reuse.reused);
         }
-        // The whole prompt but its last token, whose logits the answer begins with, is worth keeping too.
+        // The whole prompt but its last token, whose logits the answer begins with, is worth keeping too, and
+        // states inside: prompts may depart anywhere.
         let prompt = job.request.prompt.len();
         let mut marks = job.request.boundaries.clone();
         marks.push(prompt - 1);
+        marks.extend(inner_marks(self.options.stride, prompt));
         marks.retain(|mark| *mark > reuse.reused && *mark < prompt);
         marks.sort_unstable();
         marks.dedup();
@@ -205,5 +222,28 @@ impl Worker {
         Counters::add(&self.shared.counters.preemptions, 1);
         self.wait_again(job);
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn inner_states_are_few_and_their_places_recur() {
+        let marks = |stride, prompt| inner_marks(stride, prompt).collect::<Vec<_>>();
+        assert!(marks(1024, 1023).is_empty());
+        assert_eq!(marks(1024, 2500), [1024, 2048]);
+        assert_eq!(marks(1024, 8192), (1..=8).map(|n| n * 1024).collect::<Vec<_>>());
+        assert_eq!(marks(1024, 9216), [2048, 4096, 6144, 8192]);
+        assert!(marks(0, 100_000).is_empty());
+        assert!(marks(usize::MAX, 100_000).is_empty());
+        for prompt in (1..400_000).step_by(777) {
+            let list = marks(1024, prompt);
+            assert!(list.len() <= MOST_INNER);
+            let most = 1024.max(prompt.div_ceil(MOST_INNER) * 2);
+            let ends = [0].iter().chain(&list).zip(list.iter().chain([&prompt]));
+            assert!(ends.into_iter().all(|(a, b)| b - a <= most), "{prompt}: {list:?}");
+        }
     }
 }

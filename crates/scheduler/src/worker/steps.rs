@@ -2,11 +2,13 @@
 
 use std::time::Instant;
 
+use lily_engine::policy::chunk_rows;
 use lily_engine::{Engine, EngineError, Output, SegmentOut, Session};
 use lily_ops::plan::PAGE_TOKENS;
 
 use super::{Airborne, Fate, Lost, Worker, fate};
-use crate::job::Ahead;
+use crate::job::{Ahead, Running};
+use crate::pace::{GRAIN, cut};
 use crate::shared::Counters;
 
 /// What a running job does in a step.
@@ -104,13 +106,20 @@ impl Worker {
         };
         room = room.min(engine.options().limits().rows.saturating_sub(parts.len()));
         // Those after the last one that had its turn, then those before it.
-        let mut turns: Vec<_> = prompts.iter().map(|r| (r.job.seq, r.until_mark())).collect();
+        // Where states inside a step cannot be kept, it ends where the next one is.
+        let inside = engine.marks();
+        let until = |r: &Running| if inside { r.left() } else { r.until_mark() };
+        let mut turns: Vec<_> = prompts.iter().map(|r| (r.job.seq, until(r))).collect();
         turns.sort_unstable_by_key(|(seq, _)| (*seq <= self.last_prompt, *seq));
         for (seq, until) in turns {
             if room == 0 {
                 break;
             }
-            let rows = until.min(room);
+            let rows = cut(until, room);
+            // Too little room for a chunk of one more prompt is left free; it is the first in the next step.
+            if rows < until && rows < GRAIN && parts.iter().any(|p| p.rows > 0) {
+                break;
+            }
             room -= rows;
             self.last_prompt = seq;
             parts.push(Part { seq, rows });
@@ -134,7 +143,11 @@ impl Worker {
     /// Hands a step to the device, unless it has to wait for those in flight. An error comes with the numbers of the
     /// jobs in it.
     fn launch(&mut self, parts: &[Part]) -> Result<(), (EngineError, Vec<u64>)> {
+        let marked = self.mark(parts);
         let Some(engine) = &mut self.engine else { return Ok(()) };
+        if let Err((error, seq)) = marked {
+            return Err((error, vec![seq]));
+        }
         let mut work = Vec::new();
         let mut order = Vec::new();
         let mut rows = 0;
@@ -172,6 +185,61 @@ impl Worker {
         }
         self.flights.push_back(Airborne { flight, order: seqs, rows, started });
         Ok(())
+    }
+
+    /// Has the prompts of a step keep the states at their marks inside it, as far as there is memory.
+    fn mark(&mut self, parts: &[Part]) -> Result<(), (EngineError, u64)> {
+        let Some(engine) = &mut self.engine else { return Ok(()) };
+        if !engine.marks() {
+            return Ok(());
+        }
+        for part in parts.iter().filter(|part| part.rows > 0) {
+            let found = self.running.iter_mut().find(|r| r.job.seq == part.seq);
+            let Some(running) = found else { continue };
+            let rows = chunk_rows(running.seen(), part.rows).min(running.left());
+            let seen = running.seen();
+            let prompt = &running.job.request.prompt;
+            let mut inside: Vec<usize> = running
+                .marks_inside(rows)
+                .filter(|n| !self.cache.has(&prompt[..seen + n]))
+                .collect();
+            let Some(session) = &mut running.session else { continue };
+            loop {
+                match engine.mark(session, &inside) {
+                    Ok(()) => break,
+                    Err(EngineError::SnapshotMemory { .. }) if self.cache.evict() => {}
+                    // The longest prefix is worth most.
+                    Err(EngineError::SnapshotMemory { .. }) if !inside.is_empty() => {
+                        inside.remove(0);
+                        Counters::add(&self.shared.counters.skipped, 1);
+                    }
+                    Err(error) => return Err((error, part.seq)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps the states that a job's last step copied on its way.
+    fn keep_marked(&mut self, at: usize) -> Result<(), Lost> {
+        let (Some(engine), Some(session)) = (&mut self.engine, &mut self.running[at].session)
+        else {
+            return Ok(());
+        };
+        match engine.take_marked(session) {
+            Ok(taken) => {
+                taken.into_iter().for_each(|snapshot| self.cache.insert(snapshot));
+                Ok(())
+            }
+            Err(error) => {
+                Counters::add(&self.shared.counters.skipped, 1);
+                match fate(error) {
+                    Fate::Lost(lost) => Err(lost),
+                    // As in `keep_prefix`.
+                    _ => Ok(()),
+                }
+            }
+        }
     }
 
     /// Waits for the first step in flight, if there is one, and takes its results.
@@ -226,6 +294,9 @@ impl Worker {
     /// What one job's part of a step has come to.
     fn take(&mut self, seq: u64, out: SegmentOut) -> Result<(), Lost> {
         let Some(at) = self.at(seq) else { return Ok(()) };
+        if !matches!(out, SegmentOut::Failed(_)) {
+            self.keep_marked(at)?;
+        }
         match out {
             SegmentOut::Failed(reason) => self.fail(at, reason),
             SegmentOut::Sampled(sampled) => {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 pub use fake::{FakeDevice, oracle, prompt};
 use lily_device::{
-    Counters, Device, FaultyDevice, Limits, MemoryLimit, MemoryNeed, PrepareError, Program,
+    Counters, Device, FaultyDevice, KvPart, Limits, MemoryLimit, MemoryNeed, PrepareError, Program,
     Schedule, SlotId, Snapshot, Step, StepError, StepOut, Ticket, Weight,
 };
 use lily_engine::{Engine, EngineOptions, Machine, SampleParams, Sampled};
@@ -155,11 +155,25 @@ impl Program for GatedProgram {
     fn position(&self, slot: SlotId) -> Result<usize, StepError> {
         self.inner.position(slot)
     }
-    fn snapshot(&mut self, slot: SlotId) -> Result<Snapshot, StepError> {
-        self.inner.snapshot(slot)
+    fn snapshot_behind(&mut self, slot: SlotId, from: usize) -> Result<Snapshot, StepError> {
+        self.inner.snapshot_behind(slot, from)
     }
-    fn restore(&mut self, slot: SlotId, snapshot: &Snapshot) -> Result<(), StepError> {
-        self.inner.restore(slot, snapshot)
+    fn restore_parts(
+        &mut self,
+        slot: SlotId,
+        snapshot: &Snapshot,
+        kv: &[KvPart<'_>],
+    ) -> Result<(), StepError> {
+        self.inner.restore_parts(slot, snapshot, kv)
+    }
+    fn marks(&self) -> bool {
+        self.inner.marks()
+    }
+    fn mark(&mut self, slot: SlotId, rows: &[usize]) -> Result<(), StepError> {
+        self.inner.mark(slot, rows)
+    }
+    fn take_marked(&mut self, slot: SlotId, from: usize) -> Result<Vec<Snapshot>, StepError> {
+        self.inner.take_marked(slot, from)
     }
     fn export(&mut self, slot: SlotId) -> Result<SlotState, StepError> {
         self.inner.export(slot)
@@ -197,6 +211,8 @@ pub struct Setup {
     pub gated: bool,
     /// Two steps are kept in flight.
     pub overlaps: bool,
+    /// States inside steps are kept; else steps end where one is.
+    pub marks: bool,
 }
 
 pub const SLOTS: usize = 3;
@@ -214,13 +230,15 @@ impl Default for Setup {
             fail_prepare: 0,
             gated: false,
             overlaps: false,
+            marks: false,
         }
     }
 }
 
 impl Setup {
     pub fn start(self) -> Rig {
-        let fake = FakeDevice { overlaps: self.overlaps, ..FakeDevice::default() };
+        let (overlaps, marks) = (self.overlaps, self.marks);
+        let fake = FakeDevice { overlaps, marks, ..FakeDevice::default() };
         let log = Arc::clone(&fake.log);
         let gate = Arc::new(Gate::default());
         if !self.gated {

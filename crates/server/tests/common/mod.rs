@@ -41,6 +41,7 @@ pub fn well(running: usize) -> Status {
         prompt_tokens_cached: 0,
         steps: 0,
         preemptions: 0,
+        prefixes: 0,
         prefixes_skipped: 0,
         faults: 0,
     }
