@@ -33,6 +33,7 @@ fn record(recording: &Recording, segments: Vec<u32>, outputs: u32, context: u32)
     let pages = segments.len() * (context as usize).div_ceil(PAGE_TOKENS);
     let limits = Limits {
         slots: segments.len(),
+        context: context as usize,
         rows: rows as usize,
         outputs: outputs as usize,
         pages,

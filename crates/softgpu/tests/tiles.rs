@@ -204,9 +204,8 @@ fn bits(mut rig: Rig, tuning: Tuning, format: WeightFormat) -> (Vec<f32>, Vec<&'
 
 #[test]
 fn switches_change_the_way_and_not_the_bits() {
-    let rigs: [(fn() -> Rig, &str); 2] =
-        [(simdgroup, "gemm_bf16_n32"), (mma_rig, "gemm_mma_bf16_n32")];
-    for (rig, of_bf16) in rigs {
+    for (mma, of_bf16) in [(false, "gemm_bf16_n32"), (true, "gemm_mma_bf16_n32")] {
+        let rig = || if mma { mma_rig() } else { simdgroup() };
         for format in &FORMATS[..2] {
             let (on, kernels) = bits(rig(), Tuning::default(), *format);
             assert_eq!(kernels.len(), 1);

@@ -156,6 +156,7 @@ impl Sweep {
         let weights = layout.upload(&mut *driver, &plan, weights).map_err(error)?;
         let limits = Limits {
             slots: SLOTS as usize,
+            context: sizes.context as usize,
             rows: sizes.rows.max(SLOTS) as usize,
             outputs: SLOTS as usize,
             // One slot of that context, or all of an eighth.
