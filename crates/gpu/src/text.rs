@@ -347,7 +347,8 @@ mod tests {
             "experts_out_mma_q4",
             "experts_out_mma_q8",
             "experts_out_mma_any",
-            "gemm_wgmma_q4",
+            "gemm_wgmma_q4_n256",
+            "gemm_wgmma_q4_n64",
             "experts_in_wgmma_q4",
             "experts_out_wgmma_q4",
             "decode_experts_mma",
@@ -360,7 +361,7 @@ mod tests {
         assert_eq!(more(Platform::Host), mma);
         assert_eq!(
             (more(Platform::Cuda), kernels(Platform::Cuda).len()),
-            (mma.map(String::from).into(), names.len() - 14 + 26)
+            (mma.map(String::from).into(), names.len() - 14 + 27)
         );
         for name in
             ["fill_words", "gemm_q4_n64", "delta_scan_8", "flash_attention_16", "sample_pick"]

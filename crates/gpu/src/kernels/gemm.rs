@@ -107,12 +107,16 @@ pub fn tiles(format: u32, rows: u32, columns: u32, profile: &Profile, tuning: &T
 pub(crate) const WIDE: (u32, u32) = (256, 256);
 
 /// The widest tiles that leave few cores without a threadgroup: activations are read once for their columns. Those by `wgmma` multiply
-/// half as fast again on a core, so that fewer cores do.
+/// half as fast again on a core, so that fewer cores do. A weight is multiplied by one kind of instruction, whatever the number of rows:
+/// the order of a sum is theirs.
 fn unit_tiles(format: u32, columns: u32, large: u32, small: u32, profile: &Profile) -> Tiles {
     let groups = |n: u32| columns.div_ceil(n).saturating_mul(large + small);
-    if profile.wgmma && format == 0 && groups(WIDE.0) >= profile.cores / 3 {
-        let (columns, threads) = WIDE;
-        return Tiles { kernel: "gemm_wgmma_q4", columns, threads, large, small };
+    if profile.wgmma && format == 0 {
+        let (kernel, (columns, threads)) = match groups(WIDE.0) >= profile.cores / 3 {
+            true => ("gemm_wgmma_q4_n256", WIDE),
+            false => ("gemm_wgmma_q4_n64", (64, 128)),
+        };
+        return Tiles { kernel, columns, threads, large, small };
     }
     let kernels: &[(&str, u32)] = match format {
         0 => &[("gemm_mma_q4_n128", 128), ("gemm_mma_q4_n32", 32)],
@@ -296,16 +300,18 @@ mod tests {
             (0, 8192, 32, &m4, "gemm_q4_n32"),
             (3, 2048, 1, &m4, "gemm_any_n32"),
             // 16 blocks of rows by 32 of columns.
-            (0, 2048, 8192, &h200, "gemm_wgmma_q4"),
+            (0, 2048, 8192, &h200, "gemm_wgmma_q4_n256"),
             (0, 2048, 8192, &a100, "gemm_mma_q4_n128"),
             // The shared expert's: 32 by 2.
-            (0, 4096, 512, &h200, "gemm_wgmma_q4"),
-            (0, 2048, 512, &h200, "gemm_mma_q4_n32"),
-            (0, 64, 2048, &h200, "gemm_mma_q4_n32"),
+            (0, 4096, 512, &h200, "gemm_wgmma_q4_n256"),
+            (0, 2048, 512, &h200, "gemm_wgmma_q4_n64"),
+            (0, 64, 2048, &h200, "gemm_wgmma_q4_n64"),
+            (0, 64, 2048, &a100, "gemm_mma_q4_n32"),
             // The router's and the gates' weights are narrow.
             (1, 512, 256, &h200, "gemm_mma_q8_n32"),
             (1, 16384, 256, &h200, "gemm_mma_q8_n128"),
-            (0, 4096, 32, &h200, "gemm_mma_q4_n32"),
+            (0, 4096, 32, &h200, "gemm_wgmma_q4_n64"),
+            (0, 4096, 32, &a100, "gemm_mma_q4_n32"),
             (2, 2048, 8192, &h200, "gemm_mma_bf16_n128"),
             (2, 16, 64, &h200, "gemm_mma_bf16_n32"),
             (3, 2048, 1, &h200, "gemm_mma_any_n32"),
