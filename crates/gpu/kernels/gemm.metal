@@ -3,7 +3,7 @@
 // `blocks` blocks of many rows, then some of 16 (the host's policy), times N columns. Weights are read once a block of rows, from L2 but
 // for the first; x and out once a block of columns.
 
-// Kind says which loop multiplies: the one of the platform's tile_*.h, or by mma.sync (gemm_mma.metal).
+// Kind says which loop multiplies: the one of the platform's tile_*.h, by mma.sync (gemm_mma.metal) or by wgmma (gemm_wgmma.metal).
 template <class Kind>
 FN void gemm_rows(Kind kind, const DEVICE uint *slab, const DEVICE bf16 *x, const DEVICE float *residual, DEVICE uint *out, CONSTANT GemmArgs &p,
                   TG uint *mem, uint column_block, uint row_block, uint tid, uint lane, uint simd)

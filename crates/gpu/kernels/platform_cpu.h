@@ -51,9 +51,17 @@ inline float code_number(uint x) { return float(x); }
 #define CODE_DOWN 1.0f
 inline uint code_pair(uint v) { return pack2(float(v & 0xffffu), float(v >> 16)); }
 inline uint scale_pair(uint x, float s) { return pack2(as_f(x << 16) * s, as_f(x & 0xffff0000u) * s); }
+// Rounded once: towards odd in f32, which has digits to spare, then to bf16.
+inline bf16 fma_once(float a, float b, float c)
+{
+  const double exact = double(a) * double(b) + double(c);
+  const float near = float(exact);
+  const uint u = as_u(near);
+  return to_bf16(near == 0.0f || double(near) == exact || (u & 1) != 0 ? near : as_f((near > exact) == (near > 0.0f) ? u - 1 : u + 1));
+}
 inline uint fma_pair(uint a, uint b, uint c)
 {
-  return pack2(fma(as_f(a << 16), as_f(b << 16), as_f(c << 16)), fma(as_f(a & 0xffff0000u), as_f(b & 0xffff0000u), as_f(c & 0xffff0000u)));
+  return uint(fma_once(as_f(a << 16), as_f(b << 16), as_f(c << 16)).u) | uint(fma_once(as_f(a & 0xffff0000u), as_f(b & 0xffff0000u), as_f(c & 0xffff0000u)).u) << 16;
 }
 inline uint byte_permute(uint a, uint b, uint which)
 {

@@ -3,7 +3,7 @@
 //
 //   gemm_tile<M, N, F>(a, w, e, cols, mem, thread, lane, simd)
 //
-// by 128 threads (tiles by mma.sync: gemm_mma.metal). `a` has row_of(a, r), `w` has open_row(cursor, w, r) with a Cursor<F>, `e` has
+// by 128 threads (tiles by mma.sync and wgmma: gemm_mma.metal, gemm_wgmma.metal). `a` has row_of(a, r), `w` has open_row(cursor, w, r) with a Cursor<F>, `e` has
 // drain<M, N>(e, tile, thread, threads).
 // Rows beyond the last repeat it: their results are not kept.
 

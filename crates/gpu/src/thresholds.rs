@@ -1,7 +1,7 @@
 //! Numbers at which policies change from one form to another: what a device may want otherwise.
 //!
 //! Kernels fix the rest: the height of tiles, tokens of the smallest split, a chunk of the recurrence, threadgroup memory of
-//! products by matrix units. `lily doctor --self-test --measure` measures each threshold on both sides and proposes rows for
+//! products by matrix units; and what only CUDA has is a constant beside its policy (widths of tiles by matrix units, blocks a threadgroup). `lily doctor --self-test --measure` measures each threshold on both sides and proposes rows for
 //! the table below.
 
 use crate::profile::{Platform, Profile};

@@ -36,8 +36,8 @@ pub struct SchedulerOptions {
     pub cache_bytes: u64,
     /// Least distance in tokens of the states that are kept inside a prompt, besides those at its
     /// [boundaries](Request::boundaries): at most so many tokens, or a quarter of a long prompt, are computed again
-    /// when a later prompt departs anywhere. It doubles until a prompt has no more than eight. 0 keeps none. Steps
-    /// end there, so a multiple of 32 suits devices with matrix units.
+    /// when a later prompt departs anywhere. It doubles until a prompt has no more than eight. 0 keeps none. Where
+    /// a device cannot keep states inside a step, steps end there: a multiple of 32 suits devices with matrix units.
     pub stride: usize,
     /// Whether a step may decode some requests and compute others' prompts; else the two alternate.
     pub mixed: bool,

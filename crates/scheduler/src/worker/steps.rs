@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use lily_engine::policy::chunk_rows;
-use lily_engine::{Engine, EngineError, Output, SegmentOut, Session};
+use lily_engine::{Engine, EngineError, Output, SegmentOut, Session, snapshot_bytes};
 use lily_ops::plan::PAGE_TOKENS;
 
 use super::{Airborne, Fate, Lost, Worker, fate};
@@ -204,6 +204,19 @@ impl Worker {
                 .filter(|n| !self.cache.has(&prompt[..seen + n]))
                 .collect();
             let Some(session) = &mut running.session else { continue };
+            // Their states, and K and V of the longest, which the others share. What can never be kept takes nobody's place.
+            let state = snapshot_bytes(engine.plan(), 0);
+            let need = |inside: &[usize]| match inside.last() {
+                Some(n) => {
+                    snapshot_bytes(engine.plan(), seen + n) + state * (inside.len() as u64 - 1)
+                }
+                None => 0,
+            };
+            while !inside.is_empty() && !self.cache.takes(need(&inside)) {
+                inside.remove(0);
+                Counters::add(&self.shared.counters.skipped, 1);
+            }
+            while !self.cache.has_room(need(&inside)) && self.cache.evict() {}
             loop {
                 match engine.mark(session, &inside) {
                     Ok(()) => break,
