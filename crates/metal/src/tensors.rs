@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use lily_gpu::kernels::gemm::{GemmArgs, LARGE, row_blocks};
+use lily_gpu::kernels::gemm::{GemmArgs, RowBlocks};
 use lily_gpu::{
     Access, Binding, Buffer, CommandList, Driver, DriverError, Matrix, Operand, Pipeline,
     Placement, Recorder,
@@ -87,7 +87,7 @@ fn product(
         format: 0,
     };
     let dense = Matrix { codes: 0, scales: 0, biases: 0, format: 2, ..quantized };
-    let (blocks, tail) = row_blocks(rows, LARGE, true);
+    let (blocks, tail) = RowBlocks::SIMDGROUPS.blocks(rows);
     let mut recorder = Recorder::default();
     for (i, (kernel, w)) in KERNELS.into_iter().zip([dense, quantized]).enumerate() {
         let out = Operand { offset: i as u64 * out_bytes, bytes: out_bytes, ..out };
