@@ -49,9 +49,9 @@ template <uint F, uint R, uint M> FN void load_first(const THREAD Rows &a, const
 // Sums of R rows of weights with M rows of x, in every lane. TILE columns of x fit into the tile. The whole threadgroup
 // comes here together, once for each of its blocks of rows: `again` after the first time. q and affine hold the first
 // packets; the next block's, `ahead` rows on, are left there, so that loads never pause; 0: there is no next one.
-template <bool SCALED, uint F, uint R, uint M, uint TILE> FN void gemv_block(const THREAD Rows &a, const THREAD Rows &b, bool paired, const THREAD GemvPlace &at, bool again, uint ahead, const THREAD GemvInput &in, TG uint *tile, TG float *sums, THREAD uint *q, THREAD float *affine, THREAD float *acc)
+template <bool WIDE, uint F, uint R, uint M, uint TILE> FN void gemv_block(const THREAD Rows &a, const THREAD Rows &b, bool paired, const THREAD GemvPlace &at, bool again, uint ahead, const THREAD GemvInput &in, TG uint *tile, TG float *sums, THREAD uint *q, THREAD float *affine, THREAD float *acc)
 {
-  const uint elements = packet_elements<F>(), packets = in.cols / elements, stride = TILE / 2;
+  const uint elements = packet_elements<F>(), packets = in.cols / elements, stride = TILE / (WIDE ? 1 : 2);
   const uint W = R * 8, A = R * 2;
   uint q_next[W];
   float affine_next[A];
@@ -64,8 +64,7 @@ template <bool SCALED, uint F, uint R, uint M, uint TILE> FN void gemv_block(con
     const uint end = min(first + TILE / elements, packets);
     if (!again || in.cols > TILE) {
       if (again || first > 0) tg_barrier(); // the tile is read no more
-      if (SCALED) stage_scaled<F>(in, first * elements, (end - first) * elements, at.lanes, (TG float *)tile, TILE, sums, at.tid, at.threads);
-      else stage_x<F>(in, first * elements, (end - first) * elements, at.lanes, tile, stride, at.tid, at.threads);
+      stage_x<WIDE, F>(in, first * elements, (end - first) * elements, at.lanes, tile, stride, sums, TILE / 8, at.tid, at.threads);
       tg_barrier();
     }
     for (uint c = first; c < end; c += at.lanes) {
@@ -74,9 +73,8 @@ template <bool SCALED, uint F, uint R, uint M, uint TILE> FN void gemv_block(con
       if (EARLY && i < packets) load_rows<F, R>(a, b, paired, at, packets, i, q_next, affine_next);
       else if (EARLY && ahead > 0 && c + at.lanes >= packets && at.part < packets) load_rows<F, R>(a, b, paired, next, packets, at.part, q_next, affine_next);
       if (c + at.part < end) {
-        const uint packet = c - first + at.part, piece = (c - first) * (elements / 8) + at.part;
-        if (SCALED) dot_scaled<F, R, M>(q, affine, (const TG float *)tile + (piece + (c - first) * (elements / 8)) * 4, TILE, at.lanes * 4, sums + packet * (elements / 8), TILE / 8, in.rows, acc);
-        else dot_packets<F, R, M>(q, affine, tile + piece * 4, stride, at.lanes * 4, in.rows, acc);
+        const TG uint *x = tile + ((c - first) * (elements / 8) * (piece_words<WIDE>() / 4) + at.part) * 4;
+        dot_packets<WIDE, F, R, M>(q, affine, x, stride, at.lanes, sums + (c - first + at.part) * (elements / 8), TILE / 8, in.rows, acc);
       }
       if (EARLY) {
 #pragma unroll
@@ -101,7 +99,7 @@ FN void gemv_store(DEVICE uint *out, float base, uint epilogue, ulong i, float y
   else ((DEVICE bf16 *)out)[i] = to_bf16(y);
 }
 
-template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DEVICE uint *norm, const DEVICE uint *slab, DEVICE uint *out0, DEVICE uint *out1, DEVICE uint *out2, DEVICE uint *out3, DEVICE uint *out4, DEVICE uint *out5, const DEVICE float *residual, DEVICE uint *normed, CONSTANT GemvArgs &p, TG uint *tile, TG float *sums, TG float *shares, uint group, uint lane, uint simd, uint tid)
+template <bool WIDE, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *x, const DEVICE uint *norm, const DEVICE uint *slab, DEVICE uint *out0, DEVICE uint *out1, DEVICE uint *out2, DEVICE uint *out3, DEVICE uint *out4, DEVICE uint *out5, const DEVICE float *residual, DEVICE uint *normed, CONSTANT GemvArgs &p, TG uint *tile, TG float *sums, TG float *shares, uint group, uint lane, uint simd, uint tid)
 {
   GemvInput in;
   in.x = x;
@@ -154,10 +152,10 @@ template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint
     const uint ahead = k + 1 < blocks ? block : 0, mine = at.first + at.part / M * at.beside;
     float base = 0.0f;
     if (adds && mine < at.row_count) base = residual[ulong(at.part % M) * at.row_count + mine];
-    if (format == Q4) gemv_block<SCALED, Q4, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
-    else if (format == Q8) gemv_block<SCALED, Q8, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
-    else if (format == BF16) gemv_block<SCALED, BF16, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
-    else gemv_block<SCALED, F32, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
+    if (format == Q4) gemv_block<WIDE, Q4, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
+    else if (format == Q8) gemv_block<WIDE, Q8, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
+    else if (format == BF16) gemv_block<WIDE, BF16, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
+    else gemv_block<WIDE, F32, R, M, TILE>(a, b, paired, at, k > 0, ahead, in, tile, sums, q, affine, acc);
     // Each lane of a row stores some of its results; all have them all.
 #pragma unroll
     for (uint r = 0; r < R; r++) {
@@ -174,17 +172,17 @@ template <bool SCALED, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint
   }
 }
 
-// M rows of x at most, R rows of weights a lane, TILE columns of x at a time, as f32 if SCALED. Threadgroups have 256 threads at
+// M rows of x at most, R rows of weights a lane, TILE columns of x at a time, as f32 if WIDE. Threadgroups have 256 threads at
 // most; twice as many are declared, so that compilers leave registers for two threadgroups a core.
-#define GEMV(name, SCALED, M, R, TILE)                                                                                 \
+#define GEMV(name, WIDE, M, R, TILE)                                                                                   \
   KERNEL(name, 512, IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2), \
          OUT(6, uint, out3), OUT(7, uint, out4), OUT(8, uint, out5), IN(9, float, residual), OUT(10, uint, normed),         \
          ARGS(11, GemvArgs, p))                                                                                           \
   {                                                                                                                    \
-    SHARED(uint, tile, M * TILE / (SCALED ? 1 : 2));                                                                   \
-    SHARED(float, sums, SCALED ? M * TILE / 8 : 4);                                                                    \
+    SHARED(uint, tile, M * TILE / (WIDE ? 1 : 2));                                                                     \
+    SHARED(float, sums, M * TILE / 8);                                                                                 \
     SHARED(float, shares, M * 8);                                                                                      \
-    gemv<SCALED, R, M, TILE>(x, norm, slab, out0, out1, out2, out3, out4, out5, residual, normed, p, tile, sums, shares, k_group.x, \
+    gemv<WIDE, R, M, TILE>(x, norm, slab, out0, out1, out2, out3, out4, out5, residual, normed, p, tile, sums, shares, k_group.x, \
                              k_lane, k_simd, k_thread.x);                                                              \
   }
 

@@ -6,8 +6,40 @@ enum { Q4 = 0, Q8 = 1, BF16 = 2, F32 = 3 }; // Matrix.format
 template <uint F> FN uint packet_elements() { return F == Q4 ? 32u : F == Q8 ? 16u : 8u; }
 template <uint F> FN uint packet_words() { return F == F32 ? 8u : 4u; }
 
-// Elements 8j to 8j + 7 of a packet, exact; of a quantized one the codes. A code or'ed into the mantissa of a power of
-// two whose last digit stands where the code lies is that power plus the code: cheaper than a conversion.
+// Elements 8j to 8j + 7 of a packet, to be multiplied with x from the tile. Of a quantized one the codes, taken where they lie: numbers
+// that many powers of two too large, which x makes good (see code_shift).
+template <uint F> FN void take8(const THREAD uint *q, uint j, THREAD float *w)
+{
+  if (F == Q4) {
+    const uint low = q[j], high = low >> 20;
+#pragma unroll
+    for (uint e = 0; e < 5; e++) w[e] = code_number(low & (15u << (4 * e)));
+#pragma unroll
+    for (uint e = 5; e < 8; e++) w[e] = code_number(high & (15u << (4 * e - 20)));
+  } else if (F == Q8) {
+#pragma unroll
+    for (uint h = 0; h < 4; h++) {
+      const uint pair = q[2 * j + h / 2] >> (h % 2 * 16);
+      w[2 * h] = code_number(pair & 0xffu);
+      w[2 * h + 1] = code_number(pair & 0xff00u);
+    }
+  } else if (F == BF16) {
+#pragma unroll
+    for (uint h = 0; h < 4; h++) {
+      w[2 * h] = bf16_low(q[h]);
+      w[2 * h + 1] = bf16_high(q[h]);
+    }
+  } else {
+#pragma unroll
+    for (uint h = 0; h < 8; h++) w[h] = as_f(q[h]);
+  }
+}
+
+// The power of two that take8 has element e too large by.
+template <uint F> FN uint code_shift(uint e) { return F == Q4 ? 4 * (e < 5 ? e : e - 5) : F == Q8 ? 8 * (e % 2) : 0; }
+
+// Those elements as they are, for tiles and embeddings. A code or'ed into the mantissa of a power of two whose last digit stands where
+// the code lies is that power plus the code: cheaper than a conversion.
 template <uint F> FN void decode8(const THREAD uint *q, uint j, THREAD float *w)
 {
   if (F == Q4) {
@@ -27,15 +59,8 @@ template <uint F> FN void decode8(const THREAD uint *q, uint j, THREAD float *w)
       w[2 * h] = as_f((pair & 0xffu) | 0x4b000000u) - 8388608.0f;
       w[2 * h + 1] = as_f((pair & 0xff00u) | 0x47000000u) - 32768.0f;
     }
-  } else if (F == BF16) {
-#pragma unroll
-    for (uint h = 0; h < 4; h++) {
-      w[2 * h] = bf16_low(q[h]);
-      w[2 * h + 1] = bf16_high(q[h]);
-    }
   } else {
-#pragma unroll
-    for (uint h = 0; h < 8; h++) w[h] = as_f(q[h]);
+    take8<F>(q, j, w);
   }
 }
 
@@ -85,19 +110,43 @@ template <uint F> FN void prefetch_packet(const THREAD Rows &w, uint row, uint p
   }
 }
 
-// Adds the products of 8 elements of R rows of weights with M rows of x to dot[r * M + m], and x to sum[m].
-template <uint F, uint R, uint M> FN void dot8(const THREAD uint *q, uint j, const TG uint *x, uint stride, uint rows, THREAD float *dot, THREAD float *sum)
+// Words of 8 elements of x in the tile: f32 if WIDE, in two halves, which spares few rows a conversion for each packet; else bf16.
+template <bool WIDE> FN uint piece_words() { return WIDE ? 8u : 4u; }
+
+template <bool WIDE> FN void load_piece(const TG uint *x, uint lanes, THREAD float *v)
+{
+  if (WIDE) {
+    const float4 a = load4((const TG float *)x), b = load4((const TG float *)x + lanes * 4);
+    v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w; v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
+  } else {
+    const uint4 u = load4(x);
+    v[0] = bf16_low(u.x); v[1] = bf16_high(u.x); v[2] = bf16_low(u.y); v[3] = bf16_high(u.y);
+    v[4] = bf16_low(u.z); v[5] = bf16_high(u.z); v[6] = bf16_low(u.w); v[7] = bf16_high(u.w);
+  }
+}
+
+template <bool WIDE> FN void store_piece(TG uint *to, uint lanes, const THREAD float *v)
+{
+  if (WIDE) {
+    store4((TG float *)to, v[0], v[1], v[2], v[3]);
+    store4((TG float *)to + lanes * 4, v[4], v[5], v[6], v[7]);
+  } else {
+    store4(to, pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7]));
+  }
+}
+
+// Adds the products of 8 elements of R rows of weights with M rows of x to dot[r * M + m].
+template <bool WIDE, uint F, uint R, uint M> FN void dot8(const THREAD uint *q, uint j, const TG uint *x, uint stride, uint lanes, uint rows, THREAD float *dot)
 {
   const uint W = R * 8;
   float w[W];
 #pragma unroll
-  for (uint r = 0; r < R; r++) decode8<F>(q + r * 8, j, w + r * 8);
+  for (uint r = 0; r < R; r++) take8<F>(q + r * 8, j, w + r * 8);
 #pragma unroll
   for (uint m = 0; m < M; m++) {
     if (M > 1 && m >= rows) continue;
-    const uint4 u = load4(x + m * stride);
-    const float v[8] = {bf16_low(u.x), bf16_high(u.x), bf16_low(u.y), bf16_high(u.y), bf16_low(u.z), bf16_high(u.z), bf16_low(u.w), bf16_high(u.w)};
-    if (F == Q4 || F == Q8) sum[m] += ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    float v[8];
+    load_piece<WIDE>(x + m * stride, lanes, v);
 #pragma unroll
     for (uint r = 0; r < R; r++) {
 #pragma unroll
@@ -106,24 +155,23 @@ template <uint F, uint R, uint M> FN void dot8(const THREAD uint *q, uint j, con
   }
 }
 
-// Adds the products of R packets of weights with M rows of x to acc[r * M + m]. x: the lane's packet in threadgroup
-// memory, in pieces of 8 bf16 that lie `step` words apart, rows of it `stride` words apart; `rows` of the M are there.
-// q: 8 words a packet, used up; affine: scale and bias of each.
-template <uint F, uint R, uint M> FN void dot_packets(THREAD uint *q, const THREAD float *affine, const TG uint *x, uint stride, uint step, uint rows, THREAD float *acc)
+// Adds the products of R packets of weights with M rows of x to acc[r * M + m]. x: the lane's packet in the tile, rows of it `stride`
+// words apart; sums: of its pieces of x, rows `sums_stride` apart; `rows` of the M are there. q: 8 words a packet, used up; affine:
+// scale and bias of each.
+template <bool WIDE, uint F, uint R, uint M> FN void dot_packets(THREAD uint *q, const THREAD float *affine, const TG uint *x, uint stride, uint lanes, const TG float *sums, uint sums_stride, uint rows, THREAD float *acc)
 {
-  const uint N = R * M, pieces = packet_elements<F>() / 8, words = packet_words<F>() / pieces;
-  float dot[N], sum[M];
+  const uint N = R * M, pieces = packet_elements<F>() / 8, words = packet_words<F>() / pieces, step = lanes * piece_words<WIDE>();
+  const bool coded = F == Q4 || F == Q8;
+  float dot[N];
 #pragma unroll
   for (uint i = 0; i < N; i++) dot[i] = 0.0f;
-#pragma unroll
-  for (uint m = 0; m < M; m++) sum[m] = 0.0f;
   if (M < 4) {
 #pragma unroll
-    for (uint j = 0; j < pieces; j++) dot8<F, R, M>(q, j, x + j * step, stride, rows, dot, sum);
+    for (uint j = 0; j < pieces; j++) dot8<WIDE, F, R, M>(q, j, x + j * step, stride, lanes, rows, dot);
   } else { // a loop, or compilers take long; the next words move to the front, so that registers have fixed names
 #pragma unroll 1
     for (uint j = 0; j < pieces; j++) {
-      dot8<F, R, M>(q, 0, x + j * step, stride, rows, dot, sum);
+      dot8<WIDE, F, R, M>(q, 0, x + j * step, stride, lanes, rows, dot);
 #pragma unroll
       for (uint r = 0; r < R; r++) {
 #pragma unroll
@@ -131,61 +179,6 @@ template <uint F, uint R, uint M> FN void dot_packets(THREAD uint *q, const THRE
       }
     }
   }
-#pragma unroll
-  for (uint r = 0; r < R; r++) {
-#pragma unroll
-    for (uint m = 0; m < M; m++) {
-      const uint i = r * M + m;
-      acc[i] = F == Q4 || F == Q8 ? fma(affine[2 * r], dot[i], fma(affine[2 * r + 1], sum[m], acc[i])) : acc[i] + dot[i];
-    }
-  }
-}
-
-// The same for few rows, where decoding counts: codes are taken where they lie, as numbers that many powers of two too
-// large, and x waits as f32 that many too small. The same bits come of it.
-// Piece j of the packets.
-template <uint F, uint R, uint M> FN void dot8_scaled(const THREAD uint *q, uint j, const TG float *x, uint stride, uint step, uint rows, THREAD float *dot)
-{
-#pragma unroll
-  for (uint m = 0; m < M; m++) {
-    if (M > 1 && m >= rows) continue;
-    const float4 a = load4(x + m * stride), b = load4(x + m * stride + step);
-    const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (uint r = 0; r < R; r++) {
-      float w[8];
-      if (F == Q4) {
-        const uint low = q[r * 8 + j], high = low >> 20;
-#pragma unroll
-        for (uint e = 0; e < 5; e++) w[e] = code_number(low & (15u << (4 * e)));
-#pragma unroll
-        for (uint e = 5; e < 8; e++) w[e] = code_number(high & (15u << (4 * e - 20)));
-      } else if (F == Q8) {
-#pragma unroll
-        for (uint h = 0; h < 4; h++) {
-          const uint pair = q[r * 8 + 2 * j + h / 2] >> (h % 2 * 16);
-          w[2 * h] = code_number(pair & 0xffu);
-          w[2 * h + 1] = code_number(pair & 0xff00u);
-        }
-      } else {
-        decode8<F>(q + r * 8, j, w);
-      }
-#pragma unroll
-      for (uint e = 0; e < 8; e++) dot[r * M + m] = fma(w[e], v[e], dot[r * M + m]);
-    }
-  }
-}
-
-// All pieces of them. sums: of each piece of x.
-template <uint F, uint R, uint M> FN void dot_scaled(THREAD uint *q, const THREAD float *affine, const TG float *x, uint stride, uint step, const TG float *sums, uint sums_stride, uint rows, THREAD float *acc)
-{
-  const uint N = R * M, pieces = packet_elements<F>() / 8;
-  const bool coded = F == Q4 || F == Q8;
-  float dot[N];
-#pragma unroll
-  for (uint i = 0; i < N; i++) dot[i] = 0.0f;
-#pragma unroll
-  for (uint j = 0; j < pieces; j++) dot8_scaled<F, R, M>(q, j, x + 2 * j * step, stride, step, rows, dot);
 #pragma unroll
   for (uint m = 0; m < M; m++) {
     float sum = 0.0f;
@@ -257,47 +250,16 @@ FN void keep_normed(const THREAD GemvInput &in, ulong element, const THREAD uint
   if (in.keeps) store4(in.normed_out + element / 2, q[0], q[1], q[2], q[3]);
 }
 
-// Columns [first, first + columns) of x to the tile, in the order in which lanes take them: piece j of packet i lies
-// where `lanes` lanes read neighbouring 16 bytes.
-template <uint F> FN void stage_x(const THREAD GemvInput &in, uint first, uint columns, uint lanes, TG uint *tile, uint stride, uint tid, uint threads)
+// Columns [first, first + columns) of x to the tile, in the order in which lanes take them: `lanes` lanes read neighbouring 16 bytes.
+// They are made good for what take8 leaves. sums: of the pieces, those of a packet side by side, rows `sums_stride` apart.
+template <bool WIDE, uint F> FN void stage_x(const THREAD GemvInput &in, uint first, uint columns, uint lanes, TG uint *tile, uint stride, TG float *sums, uint sums_stride, uint tid, uint threads)
 {
   const uint pieces = packet_elements<F>() / 8;
 #pragma unroll 1
   for (uint m = 0; m < in.rows; m++) {
     const float s = in.normed ? inverse_rms(in.shares + m * 8, in.cols, in.eps) : 0.0f;
     for (uint u = tid; u < columns / 8; u += threads) {
-      const uint i = u / pieces, at = (i / lanes * pieces + u % pieces) * lanes + i % lanes;
-      TG uint *to = tile + m * stride + at * 4;
-      const ulong from = ulong(m) * in.cols + first + u * 8;
-      if (in.normed) {
-        const DEVICE float *x = (const DEVICE float *)in.x + from, *w = in.norm + first + u * 8;
-        const float4 a = load4(x), b = load4(x + 4), v = load4(w), z = load4(w + 4);
-        const uint q[4] = {pack2(a.x * s * v.x, a.y * s * v.y), pack2(a.z * s * v.z, a.w * s * v.w),
-                           pack2(b.x * s * z.x, b.y * s * z.y), pack2(b.z * s * z.z, b.w * s * z.w)};
-        store4(to, q[0], q[1], q[2], q[3]);
-        keep_normed(in, from, q);
-      } else {
-        const uint4 q = load4(in.x + from / 2);
-        store4(to, q.x, q.y, q.z, q.w);
-      }
-    }
-  }
-}
-
-// The power of two that element e of a piece is taken too large by in dot_scaled.
-template <uint F> FN uint code_shift(uint e) { return F == Q4 ? 4 * (e < 5 ? e : e - 5) : F == Q8 ? 8 * (e % 2) : 0; }
-
-// As stage_x for dot_scaled: f32, halves of a piece where `lanes` lanes read neighbouring 16 bytes; sums of the pieces, those of a
-// packet side by side.
-template <uint F> FN void stage_scaled(const THREAD GemvInput &in, uint first, uint columns, uint lanes, TG float *tile, uint stride, TG float *sums, uint tid, uint threads)
-{
-  const uint pieces = packet_elements<F>() / 8;
-#pragma unroll 1
-  for (uint m = 0; m < in.rows; m++) {
-    const float s = in.normed ? inverse_rms(in.shares + m * 8, in.cols, in.eps) : 0.0f;
-    for (uint u = tid; u < columns / 8; u += threads) {
-      const uint i = u / pieces, at = (i / lanes * pieces + u % pieces) * 2 * lanes + i % lanes;
-      TG float *to = tile + m * stride + at * 4;
+      const uint i = u / pieces;
       const ulong from = ulong(m) * in.cols + first + u * 8;
       uint q[4];
       if (in.normed) {
@@ -318,13 +280,12 @@ template <uint F> FN void stage_scaled(const THREAD GemvInput &in, uint first, u
         v[2 * e] = bf16_low(q[e]);
         v[2 * e + 1] = bf16_high(q[e]);
       }
-      sums[m * (stride / 8) + u] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+      sums[m * sums_stride + u] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 #pragma unroll
       for (uint e = 0; e < 8; e++) {
         if (F == Q4 || F == Q8) v[e] = v[e] * (CODE_UP * as_f((127 - code_shift<F>(e)) << 23));
       }
-      store4(to, v[0], v[1], v[2], v[3]);
-      store4(to + lanes * 4, v[4], v[5], v[6], v[7]);
+      store_piece<WIDE>(tile + m * stride + (i / lanes * pieces + u % pieces) * lanes * piece_words<WIDE>() + i % lanes * 4, lanes, v);
     }
   }
 }

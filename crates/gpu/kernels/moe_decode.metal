@@ -72,7 +72,7 @@ FN void load_experts(const DEVICE uint *slab, CONSTANT ExpertsSumArgs &p, const 
 template <uint F>
 FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, const DEVICE uint *x, const DEVICE uint *ids,
                      const DEVICE float *weights, const DEVICE uint *shared_x, const DEVICE float *shared_gate, CONSTANT ExpertsSumArgs &p,
-                     TG float *tile, TG float *sums, uint col, uint part, uint tid)
+                     TG uint *tile, TG float *sums, uint col, uint part, uint tid)
 {
   const uint elements = packet_elements<F>(), packets = p.down.cols / elements, shared_packets = p.shared_down.cols / elements;
   const Rows shared_rows = rows_of(shared_down, p.shared_down, 0);
@@ -82,17 +82,18 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   load_packet<F>(shared_rows, col, shared_packets, part, shared_q, shared_affine);
   inputs_ready();
   const float gate = sigmoid(*shared_gate);
-  TG float *shared_tile = tile + p.k * p.down.cols, *shared_sums = sums + p.k * p.down.cols / 8;
+  TG uint *shared_tile = tile + p.k * p.down.cols;
+  TG float *shared_sums = sums + p.k * p.down.cols / 8;
   GemvInput in;
   in.x = x;
   in.cols = p.k * p.down.cols;
   in.rows = 1;
   in.normed = false;
   in.keeps = false;
-  stage_scaled<F>(in, 0, in.cols, p.lanes, tile, 0, sums, tid, 256);
+  stage_x<true, F>(in, 0, in.cols, p.lanes, tile, 0, sums, 0, tid, 256);
   in.x = shared_x;
   in.cols = p.shared_down.cols;
-  stage_scaled<F>(in, 0, in.cols, p.lanes, shared_tile, 0, shared_sums, tid, 256);
+  stage_x<true, F>(in, 0, in.cols, p.lanes, shared_tile, 0, shared_sums, 0, tid, 256);
   tg_barrier();
   float sum[1] = {0.0f};
   for (uint first = 0; first < p.k; first += 8)
@@ -103,7 +104,7 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
         if (first + e >= p.k) continue;
         float dot[1] = {0.0f};
         const uint packet = (first + e) * packets + i;
-        dot_scaled<F, 1, 1>(q + e * 8, affine + e * 2, tile + ((packet - part) * (elements / 4) + part) * 4, 0, p.lanes * 4,
+        dot_packets<true, F, 1, 1>(q + e * 8, affine + e * 2, tile + ((packet - part) * (elements / 4) + part) * 4, 0, p.lanes,
                             sums + packet * (elements / 8), 0, 1, dot);
         sum[0] = fma(weights[first + e], dot[0], sum[0]);
       }
@@ -111,7 +112,7 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
   for (uint i = part; i < shared_packets; i += p.lanes) {
     if (i > part) load_packet<F>(shared_rows, col, shared_packets, i, shared_q, shared_affine);
     float dot[1] = {0.0f};
-    dot_scaled<F, 1, 1>(shared_q, shared_affine, shared_tile + ((i - part) * (elements / 4) + part) * 4, 0, p.lanes * 4,
+    dot_packets<true, F, 1, 1>(shared_q, shared_affine, shared_tile + ((i - part) * (elements / 4) + part) * 4, 0, p.lanes,
                         shared_sums + i * (elements / 8), 0, 1, dot);
     sum[0] = fma(gate, dot[0], sum[0]);
   }
@@ -123,7 +124,7 @@ FN float experts_sum(const DEVICE uint *down, const DEVICE uint *shared_down, co
 KERNEL(decode_experts_out, 256, IN(0, uint, down), IN(1, uint, shared_down), IN(2, uint, x), IN(3, uint, ids), IN(4, float, weights),
        IN(5, uint, shared_x), IN(6, float, shared_gate), IN(7, float, residual), OUT(8, float, out), ARGS(9, ExpertsSumArgs, p))
 {
-  SHARED(float, tile, 6144);
+  SHARED(uint, tile, 6144);
   SHARED(float, sums, 768);
   const uint row = k_group.y, col = k_group.x * (256 / p.lanes) + k_thread.x / p.lanes, part = k_lane & (p.lanes - 1);
   const uint there = min(col, p.down.rows - 1), f = p.down.format;

@@ -75,6 +75,10 @@ FN void copy_async(void *to, const void *from, bool there)
 {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(there ? 16u : 0u) : "memory");
 }
+FN void copy_async_word(uint *to, const uint *from, bool there) // 4 of them
+{
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared_address(to)), "l"(from), "r"(there ? 4u : 0u) : "memory");
+}
 FN void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 FN void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #define tg_barrier() __syncthreads()
