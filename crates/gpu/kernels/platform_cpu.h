@@ -114,20 +114,17 @@ FN uint load_ahead(const uint *p) { return *p; }
 FN uint4 load_ahead4(const uint *p) { return load4(p); }
 template <class T> FN void prefetch(const T *) {}
 // Under way until it is waited for: what lies there meanwhile is no number.
-FN void copy_async(void *to, const void *from, bool there) { store4((uint *)to, ~0u, ~0u, ~0u, ~0u); emu::copy_async(to, there ? from : nullptr, 4); }
-FN void copy_async_word(uint *to, const uint *from, bool there) { *to = ~0u; emu::copy_async(to, there ? from : nullptr, 1); }
-FN void copy_wait() {
+FN void copy_async(void *to, const void *from, bool there) { store4((uint *)to, ~0u, ~0u, ~0u, ~0u); emu::copy_async(to, there ? from : nullptr); }
+FN void copy_commit() { emu::copy_commit(); }
+FN void copy_wait_for(uint left) {
   void *to;
-  const void *from;
-  for (uint words; (words = emu::copied(to, from)) != 0;) {
-    if (words == 1) {
-      *(uint *)to = from ? *(const uint *)from : 0;
-      continue;
-    }
+  for (const void *from; emu::copied(to, from, left);) {
     const uint4 v = from ? load4((const uint *)from) : uint4{0, 0, 0, 0};
     store4((uint *)to, v.x, v.y, v.z, v.w);
   }
 }
+FN void copy_wait() { copy_wait_for(0); }
+FN void copy_wait_but_one() { copy_wait_for(1); }
 #define tg_barrier() emu::barrier(__FILE__, __LINE__, false)
 #define simd_fence() emu::barrier(__FILE__, __LINE__, true)
 inline float emu_shuffle(float v, uint l, const char *f, int ln) { return as_f(emu::shuffle(as_u(v), l & 31, f, ln)); }

@@ -14,7 +14,7 @@ typedef unsigned long long ulong;
 #define ARGS(i, T, name) const __grid_constant__ T name
 #define SHARED(T, name, n) __shared__ __align__(16) T name[n]
 // More of it than a kernel's text may have: the driver sets it aside for the kernels of text::LARGE_MEMORY.
-#define SHARED_LARGE(T, name, n) extern __shared__ __align__(16) uint large_memory[]; T *const name = (T *)large_memory
+#define SHARED_LARGE(T, name, n) extern __shared__ __align__(1024) uint large_memory[]; T *const name = (T *)large_memory
 #define SHARED_48K(T, name, n) __shared__ __align__(1024) T name[n] // Metal has 32 KiB; a swizzle counts from 1 KiB on
 #define KERNEL(name, maxthreads, ...) extern "C" __global__ void __launch_bounds__(maxthreads) name(__VA_ARGS__)
 #define k_group  (uint3{blockIdx.x, blockIdx.y, blockIdx.z})
@@ -75,10 +75,9 @@ FN void copy_async(void *to, const void *from, bool there)
 {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(there ? 16u : 0u) : "memory");
 }
-FN void copy_async_word(uint *to, const uint *from, bool there) // 4 of them
-{
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared_address(to)), "l"(from), "r"(there ? 4u : 0u) : "memory");
-}
+// Copies until now, since the last time, are a group: all but the last one are there.
+FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+FN void copy_wait_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 FN void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 FN void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #define tg_barrier() __syncthreads()

@@ -242,12 +242,19 @@ pub const EARLY: &[&str] = &[
     "scan_norm_8",
 ];
 
+/// Of tiles by `wgmma`: four steps of 128 rows of activations.
+const WIDE_MEMORY: u32 = 65_536;
+
 /// Kernels with more threadgroup memory than a text may declare (CUDA: 48 KB), and its bytes: a driver that has them sets it aside at
 /// each launch.
-pub const LARGE_MEMORY: [(&str, u32); 7] = [
+pub const LARGE_MEMORY: [(&str, u32); 11] = [
     ("decode_experts_mma", 46_032),
     ("decode_experts_mma_deep", 83_408),
     ("decode_experts_out_mma", 52_272),
+    ("experts_in_wgmma_q4", WIDE_MEMORY),
+    ("experts_out_wgmma_q4", WIDE_MEMORY),
+    ("gemm_wgmma_q4_n256", WIDE_MEMORY),
+    ("gemm_wgmma_q4_n64", WIDE_MEMORY),
     ("gemv_mma_1", 46_032),
     ("gemv_mma_1_deep", 83_408),
     ("gemv_mma_8", 75_456),

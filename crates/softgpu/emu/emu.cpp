@@ -45,9 +45,9 @@ extern "C" void emu_switch(void **, void *);
 namespace emu {
 Entry *&Entry::head() { static Entry *h; return h; }
 enum St : uint8_t { RUN, AT_SIMD, AT_SIMDBAR, AT_BAR, DONE };
-struct Copy { void *to; const void *from; uint32_t words; };
+struct Copy { void *to; const void *from; uint32_t group; };
 struct Fiber {
-  Copy copies[64]; uint32_t copying = 0, taken = 0;
+  Copy copies[64]; uint32_t copying = 0, taken = 0, copy_group = 0;
   void *sp = nullptr; char *stack = nullptr; Ids ids; St st; const char *file; int line, op; uint32_t parity, nbar, nsimd;
   void *tsan = nullptr, *fake = nullptr;
 #ifndef HAND
@@ -207,17 +207,22 @@ void *shared(const void *site, size_t bytes, size_t align, size_t limit) {
   w.used = off + bytes; w.sites.push_back({site, off, bytes}); w.used = (w.used + 15) & ~(size_t)15; if (w.used > w.high) { poison(w.arena + w.high, w.used - w.high); w.high = w.used; } return w.arena + off;
 }
 // Copies are the kernel's, this list is not: ThreadSanitizer sees only the former.
-__attribute__((noinline, no_sanitize("thread"))) void copy_async(void *to, const void *from, uint32_t words) {
+__attribute__((noinline, no_sanitize("thread"))) void copy_async(void *to, const void *from) {
   World &w = W(); Fiber *f = w.cur;
   if (f->copying == 64) { fail(w, "more than 64 copies under way"); end_fiber(w); }
-  f->copies[f->copying++] = {to, from, words};
+  f->copies[f->copying++] = {to, from, f->copy_group};
 }
-__attribute__((noinline, no_sanitize("thread"))) uint32_t copied(void *&to, const void *&from) {
+__attribute__((noinline, no_sanitize("thread"))) void copy_commit() { W().cur->copy_group++; }
+__attribute__((noinline, no_sanitize("thread"))) bool copied(void *&to, const void *&from, uint32_t left) {
   Fiber *f = W().cur;
-  if (f->taken == f->copying) { f->taken = f->copying = 0; return 0; }
+  if (f->taken == f->copying || (left > 0 && f->copies[f->taken].group + left >= f->copy_group)) {
+    std::copy(f->copies + f->taken, f->copies + f->copying, f->copies);
+    f->copying -= f->taken; f->taken = 0;
+    return false;
+  }
   const Copy &c = f->copies[f->taken++];
   to = c.to; from = c.from;
-  return c.words;
+  return true;
 }
 void barrier(const char *file, int line, bool simd) {
   World &w = W(); Fiber *f = w.cur; f->file = file; f->line = line; f->st = simd ? AT_SIMDBAR : AT_BAR;

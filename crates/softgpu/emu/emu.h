@@ -22,9 +22,10 @@ uint32_t max(uint32_t v, const char *file, int line);
 uint32_t min(uint32_t v, const char *file, int line);
 uint32_t exclusive_sum(uint32_t v, const char *file, int line);
 uint32_t shuffle(uint32_t v, uint32_t from, const char *file, int line);
-// Copies of a kernel thread that are under way; from is null for zeros. `copied` gives the next one and its words, 0 if there is none.
-void copy_async(void *to, const void *from, uint32_t words);
-uint32_t copied(void *&to, const void *&from);
+// Copies of a kernel thread that are under way; from is null for zeros. `copied` gives the next one, if there is one but in the last `left` groups.
+void copy_async(void *to, const void *from);
+void copy_commit();
+bool copied(void *&to, const void *&from, uint32_t left);
 void ready();   // see lily_emu_launch
 void multiply16(const float ab[6], float d[4], const char *file, int line);   // pairs of bf16: four words of A, two of B
 void mma8(const float abc[6], float d[2], const char *file, int line);   // two elements a lane of A, B, C
