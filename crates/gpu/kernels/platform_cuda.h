@@ -121,7 +121,7 @@ FN void wgmma_sync(float (&d)[16][4], const uint (&a)[4], ulong b)
 }
 template <uint N> FN void wgmma(float (&d)[N / 8][4], const uint (&a)[4], const uint *b, uint j, uint)
 {
-  wgmma_sync(d, a, ulong((shared_address(b) & 0x3ffffu) >> 4) + j * 2 | 1ul << 16 | 64ul << 32 | 1ul << 62);
+  wgmma_sync(d, a, ulong((shared_address(b) & 0x3ffffu) >> 4) + j * 2 | ulong(1) << 16 | ulong(64) << 32 | ulong(1) << 62);
 }
 template <uint N> FN void wgmma_done(float (&d)[N / 8][4])
 {
