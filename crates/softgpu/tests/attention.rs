@@ -421,12 +421,7 @@ fn packing_and_reading_order_change_no_bit() {
                 format!("attention_{}{suffix}", if fixed { "fixed" } else { "split" })
             };
             assert!(launches.contains_key(kernel("").as_str()), "{launches:?}");
-            let variants: [(&[&str], &str); 3] = [
-                (&["pack_heads"], "_unpacked"),
-                (&["coalesced_kv"], "_strided"),
-                (&["pack_heads", "coalesced_kv"], "_unpacked_strided"),
-            ];
-            for (switches, suffix) in variants {
+            for (switches, suffix) in VARIANTS {
                 let Ran { bits: other, launches, .. } = base.without(switches).run();
                 assert!(launches.contains_key(kernel(suffix).as_str()), "{launches:?}");
                 assert!(
@@ -436,7 +431,23 @@ fn packing_and_reading_order_change_no_bit() {
             }
         }
     }
+    // Beside matrix units, too, which take the pages whatever these switches say.
+    let base = Scene { mma: true, fixed_from: 300, ..scene(8, 1, 256, &ones(&[299, 301, 77, 9])) };
+    let Ran { bits, .. } = base.check();
+    for (switches, suffix) in VARIANTS {
+        let Ran { bits: other, launches, .. } = base.without(switches).run();
+        assert_eq!(launches.get("attention_fixed_units"), Some(&1), "{suffix}");
+        assert!(launches.contains_key(format!("attention_split{suffix}").as_str()), "{launches:?}");
+        assert!(bits == other, "matrix units, {suffix}");
+    }
 }
+
+/// What the lane-by-lane form does without, and how its kernels' names end then.
+const VARIANTS: [(&[&str], &str); 3] = [
+    (&["pack_heads"], "_unpacked"),
+    (&["coalesced_kv"], "_strided"),
+    (&["pack_heads", "coalesced_kv"], "_unpacked_strided"),
+];
 
 #[test]
 fn a_slots_bits_do_not_hang_on_its_company_or_the_bucket() {

@@ -49,11 +49,9 @@ impl DecodePolicy {
     ) -> Self {
         let Thresholds { split_groups, fixed_from, .. } = profile.thresholds;
         let packed = packed_heads(shape);
-        // By the packed kernels in any case: packing must not change a bit.
+        // Whatever `pack_heads` and `coalesced_kv` say, which are of the lane-by-lane form: they must not change a bit.
         let units = profile.mma
             && tuning.matrix_attention
-            && tuning.pack_heads
-            && tuning.coalesced_kv
             && shape.heads_per_kv <= UNIT_HEADS
             && shape.head_dim.is_multiple_of(UNIT_ELEMENTS);
         let columns = kv_heads * shape.heads_per_kv.div_ceil(packed);
@@ -248,6 +246,11 @@ mod tests {
             let plain = DecodePolicy::new(&shape, &h200, &plain, 2, 40_000);
             assert_eq!(units.units, head_dim % 128 == 0);
             assert_eq!(DecodePolicy { units: false, ..units }, plain);
+            for name in ["pack_heads", "coalesced_kv"] {
+                let other = Tuning::without(name).unwrap();
+                let other = DecodePolicy::new(&shape, &h200, &other, 2, 40_000);
+                assert_eq!(other.units, units.units, "{name}");
+            }
         }
     }
 
