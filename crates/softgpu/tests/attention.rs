@@ -8,7 +8,7 @@ use half::bf16;
 use lily_gpu::conformance::for_gpu;
 use lily_gpu::evaluate::evaluate;
 use lily_gpu::kernels::attention::{
-    Attend, attention_decode, attention_prefill, attention_scratch_bytes,
+    Attend, attention_decode, attention_prefill, attention_scratch_bytes, supported,
 };
 use lily_gpu::kernels::common::{Context, SegmentEntry, SlotHeader, StepShape, Tables};
 use lily_gpu::{
@@ -514,6 +514,23 @@ fn prompts_agree_with_the_reference() {
     }
     // Two threadgroups for the heads of one KV head, the second not full.
     scene(12, 1, 64, &[(11, 3), (2, 40)]).check();
+}
+
+/// The largest head that eight simdgroups of a prompt and 32 KiB of threadgroup memory have room for, and the next one.
+#[test]
+fn the_largest_head_is_right() {
+    let shape = |head_dim| Shape { head_dim, ..Shape::default() };
+    let host = Profile::named("softgpu").unwrap();
+    assert!(supported(&shape(320), &host).is_ok() && supported(&shape(352), &host).is_err());
+    scene(8, 1, 320, &[(9, 3)]).check();
+    scene(8, 1, 320, &[(1, 70)]).check();
+    scene(3, 1, 416, &[(9, 3)]).check();
+}
+
+#[test]
+#[should_panic = "more than 32 KiB of threadgroup memory"]
+fn a_larger_head_has_no_room() {
+    scene(8, 1, 352, &[(9, 3)]).run();
 }
 
 #[test]

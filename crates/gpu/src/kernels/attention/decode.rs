@@ -12,7 +12,7 @@ use crate::tuning::Tuning;
 pub const SPLIT_TOKENS: u32 = 64;
 
 /// Simdgroups of a threadgroup of the split kernels.
-const SIMDS: u32 = 4;
+pub(super) const SIMDS: u32 = 4;
 /// Likewise of the combination.
 const COMBINE_SIMDS: u32 = 8;
 /// Threadgroups that share the combination of a head of whole lines of 128 elements.
@@ -35,8 +35,8 @@ pub struct DecodePolicy {
 }
 
 /// Most query heads of a KV head for the matrix units, and what their elements are a multiple of.
-const UNIT_HEADS: u32 = 8;
-const UNIT_ELEMENTS: u32 = 128;
+pub(super) const UNIT_HEADS: u32 = 8;
+pub(super) const UNIT_ELEMENTS: u32 = 128;
 
 impl DecodePolicy {
     /// The policy for slots of up to `context` tokens.
@@ -79,7 +79,7 @@ impl DecodePolicy {
 }
 
 /// Heads that the packed kernels serve with one read of K and V: `ATTENTION_PACK` of the text.
-fn packed_heads(shape: &Shape) -> u32 {
+pub(super) fn packed_heads(shape: &Shape) -> u32 {
     match shape.heads_per_kv {
         4.. if shape.head_dim <= 256 => 4,
         2.. if shape.head_dim <= 512 => 2,
