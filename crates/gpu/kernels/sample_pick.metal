@@ -2,13 +2,6 @@
 
 enum { LISTED = 512, FINE = 256 }; // tokens that are ranked one against another; ranges of a finer look
 
-// A position in the descending order of tokens: by logit, equal ones by id.
-FN uint logit_order(float x) // larger for larger logits; -0 and 0 are one
-{
-  const uint u = as_u(x == 0.0f ? 0.0f : x);
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-
 FN ulong shuffle_wide(ulong x, uint from) { return wide(simd_shuffle(uint(x), from), simd_shuffle(uint(x >> 32), from)); }
 
 // Sum over this lane and all before it.
@@ -84,7 +77,7 @@ FN bool visit(const THREAD Pick &k, const THREAD Logits &l, const THREAD Span &s
   if (id >= k.vocab || id < s.id_low || id > s.id_high) return false;
   const float x = logit(l, id);
   depth = depth_of(x, k.best, k.scale);
-  key = logit_order(x);
+  key = ordered(x);
   return depth != NONE && depth >> BIN_SHIFT == s.bin && key >= s.key_low && key <= s.key_high;
 }
 
