@@ -12,8 +12,7 @@ struct uint2 { uint x, y; };
 struct uint3 { uint x, y, z; };
 struct uint4 { uint x, y, z, w; };
 struct float4 { float x, y, z, w; };
-using std::fma; using std::sqrt; using std::exp; using std::exp2; using std::log; using std::floor; using std::fabs;
-using std::fmax; using std::fmin; using std::cos; using std::sin;
+using std::fma; using std::sqrt; using std::exp; using std::exp2; using std::fabs; using std::fmax;
 inline uint min(uint a, uint b) { return a < b ? a : b; }
 inline uint max(uint a, uint b) { return a > b ? a : b; }
 inline uint mul_hi(uint a, uint b) { return uint((ulong(a) * b) >> 32); }
