@@ -55,8 +55,7 @@ SIZES = {
 ABLATIONS = [
     (["dequantize_in_gemm", "gpu_routing"], [512], [], {"dequantize_in_gemm": 77.4, "gpu_routing": 89.0}),
     (["adaptive_tiles", "chunked_scan"], [2048], [], {"adaptive_tiles": 13.2}),
-    # Chunks by matrix units leave it nothing to do.
-    (["register_scan"], [2048], [], {"register_scan": 5.6}, "--without", "chunked_scan"),
+    (["register_scan"], [2048], [], {"register_scan": 5.6}),
     (["coalesced_kv"], [], [3840], {"coalesced_kv": 2.1}),
     (["fuse_norm", "fuse_conv", "fuse_scan_norm", "fuse_qk_prep", "fuse_experts_in", "fuse_experts_out", "matrix_gemv", "token_handoff", "concurrent",
       "reuse_buffers", "graphs", "early_starts"], [], [4096], {}),
@@ -432,11 +431,11 @@ def slots(part):
         part.say("%s slots: %s tokens/s in sum, %s each, %s" % (count, rate, each, prompts))
 
 
-def ablate_one(part, name, model, switches, prefill, decode, published, *more):
+def ablate_one(part, name, model, switches, prefill, decode, published):
     s = part.session
     argv = s.lily("bench", "ablate", "--device", s.o.device, "--model", model, "--rounds", str(max(s.o.rounds, 2)), "--decode-tokens",
                   str(s.sizes["decode_tokens"]), "--json")
-    argv += [*more, *(word for switch in switches for word in ("--switch", switch))]
+    argv += [*(word for switch in switches for word in ("--switch", switch))]
     argv += ["--prefill", ",".join(map(str, prefill))] if prefill else []
     argv += ["--decode", ",".join(map(str, decode))] if decode else []
     for entry in (part.json(name, argv + recorded(s, "ablation " + name)) or {}).get("switches", []):
@@ -460,10 +459,10 @@ def ablate(part):
         length = 32 if s.o.short else 512
         ablate_one(part, "cpu", s.model, ["chunks", "threads"], [length], [length], {})
         return
-    for switches, prefill, decode, published, *more in ABLATIONS:
+    for switches, prefill, decode, published in ABLATIONS:
         if s.o.short:
             prefill, decode = [64][:len(prefill)], [64][:len(decode)]
-        ablate_one(part, switches[0], s.model, switches, prefill, decode, published, *more)
+        ablate_one(part, switches[0], s.model, switches, prefill, decode, published)
     if "skewed" in part.jobs:
         part.need("skewed")
         ablate_one(part, "skewed", s.skewed, *SKEWED)

@@ -16,7 +16,9 @@ use crate::output::Stdout;
 /// Show the steps that a GPU would record for a model: kernel launches, stages, bytes.
 ///
 /// Neither the GPU nor the weights are needed: a folder with a config.json is enough. `bytes` are the distinct
-/// bytes that each launch reads and writes, summed; `bytes_floor` are weights, state and K/V, each once.
+/// bytes that each launch reads and writes, summed; `bytes_floor` are weights, state and K/V, each once. Launches
+/// and scratch are those of the list that such a step runs, which is recorded for the next power of two of tokens;
+/// bytes are of the context given.
 #[derive(Args)]
 pub struct PlanArgs {
     /// A checkpoint folder, ORG/NAME of a downloaded model, or `demo`. Default: the built-in model.

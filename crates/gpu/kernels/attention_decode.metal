@@ -29,7 +29,16 @@ FN uint split_tokens(uint len, uint most_splits, uint fixed_from)
   return 64 * ((blocks + most_splits - 1) / most_splits);
 }
 
-// A lane's elements of a row, two in a word.
+// A lane's elements of a row, two in a word, element by element.
+FN void read_apart(THREAD uint *words, const DEVICE bf16 *row)
+{
+  for (uint i = 0; i < LANE_WORDS; i++) {
+    words[i] = as_u(f32(row[i * 2])) >> 16;
+    if (i * 2 + 1 < LANE_ELEMENTS) words[i] |= as_u(f32(row[i * 2 + 1]));
+  }
+}
+
+// The same, several at once where they are whole words.
 FN void read_together(THREAD uint *words, const DEVICE bf16 *row)
 {
 #if HEAD_DIM % 256u == 0u
@@ -43,49 +52,15 @@ FN void read_together(THREAD uint *words, const DEVICE bf16 *row)
 #elif HEAD_DIM % 64u == 0u
   for (uint i = 0; i < LANE_WORDS; i++) words[i] = ((const DEVICE uint *)row)[i];
 #else
-  for (uint i = 0; i < LANE_WORDS; i++) {
-    words[i] = as_u(f32(row[i * 2])) >> 16;
-    if (i * 2 + 1 < LANE_ELEMENTS) words[i] |= as_u(f32(row[i * 2 + 1]));
-  }
+  read_apart(words, row);
 #endif
-}
-
-// The same, element by element.
-FN void read_apart(THREAD uint *words, const DEVICE bf16 *row)
-{
-  for (uint i = 0; i < LANE_WORDS; i++) {
-    words[i] = as_u(f32(row[i * 2])) >> 16;
-    if (i * 2 + 1 < LANE_ELEMENTS) words[i] |= as_u(f32(row[i * 2 + 1]));
-  }
 }
 
 FN float word_element(const THREAD uint *words, uint e) { return e % 2 ? bf16_high(words[e / 2]) : bf16_low(words[e / 2]); }
 
-// N values of each lane become N / 2, added to those of the lanes m apart; one value is added in place.
-template <uint N> FN void fold_lanes(THREAD float *v, uint m, uint lane)
-{
-  const bool upper = (lane & m) != 0;
-  if (N == 1) v[0] += simd_shuffle_xor(v[0], m);
-  for (uint i = 0; i * 2 + 1 < N; i++) {
-    const float keep = upper ? v[i + N / 2] : v[i], give = upper ? v[i] : v[i + N / 2];
-    v[i] = keep + simd_shuffle_xor(give, m);
-  }
-}
-#define FOLDED(N, times) (N >> times > 0u ? N >> times : 1u)
-
-// Sums N values over the lanes; lane l has the sum of value l / (32 / N). Every value is summed over lanes 16, 8, 4, 2, 1 apart.
-template <uint N> FN float simd_sums(THREAD float *v, uint lane)
-{
-  fold_lanes<N>(v, 16, lane);
-  fold_lanes<FOLDED(N, 1)>(v, 8, lane);
-  fold_lanes<FOLDED(N, 2)>(v, 4, lane);
-  fold_lanes<FOLDED(N, 3)>(v, 2, lane);
-  fold_lanes<FOLDED(N, 4)>(v, 1, lane);
-  return v[0];
-}
-
-// A dot product by one lane, in the order in which 32 lanes would sum it.
-FN float dot1(const TG float *q, const DEVICE bf16 *k, uint c)
+// A dot product by one lane, in the order in which 32 lanes would sum it: the parts of lane c and of every 32 / N lanes further on.
+template <uint N> struct Parts {};
+FN float strided_dot(Parts<1>, const TG float *q, const DEVICE bf16 *k, uint c)
 {
   uint words[LANE_WORDS];
   read_together(words, k + c * LANE_ELEMENTS);
@@ -93,11 +68,10 @@ FN float dot1(const TG float *q, const DEVICE bf16 *k, uint c)
   for (uint e = 0; e < LANE_ELEMENTS; e++) acc = fma(q[c * LANE_ELEMENTS + e], word_element(words, e), acc);
   return acc;
 }
-FN float dot2(const TG float *q, const DEVICE bf16 *k, uint c) { return dot1(q, k, c) + dot1(q, k, c + 16); }
-FN float dot4(const TG float *q, const DEVICE bf16 *k, uint c) { return dot2(q, k, c) + dot2(q, k, c + 8); }
-FN float dot8(const TG float *q, const DEVICE bf16 *k, uint c) { return dot4(q, k, c) + dot4(q, k, c + 4); }
-FN float dot16(const TG float *q, const DEVICE bf16 *k, uint c) { return dot8(q, k, c) + dot8(q, k, c + 2); }
-FN float dot32(const TG float *q, const DEVICE bf16 *k) { return dot16(q, k, 0) + dot16(q, k, 1); }
+template <uint N> FN float strided_dot(Parts<N>, const TG float *q, const DEVICE bf16 *k, uint c)
+{
+  return strided_dot(Parts<N / 2>(), q, k, c) + strided_dot(Parts<N / 2>(), q, k, c + 32 / N);
+}
 
 // The running softmax of a simdgroup. Lane l speaks for the head and the token (of eight) of its scores.
 template <uint PACK> struct DecodeSums {
@@ -223,7 +197,7 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
       score = simd_sums<PACK * ATTENTION_TILE>(&dots[0][0], lane);
     } else {
       const uint value = lane / (32 / (PACK * ATTENTION_TILE)), t = value % ATTENTION_TILE;
-      score = t < n ? dot32(queries + value / ATTENTION_TILE * HEAD_DIM, keys + at + t * HEAD_DIM) : 0.0f;
+      score = t < n ? strided_dot(Parts<32>(), queries + value / ATTENTION_TILE * HEAD_DIM, keys + at + t * HEAD_DIM, 0) : 0.0f;
     }
     take_tile<PACK>(s, score, v, n, lane);
   }
@@ -326,35 +300,37 @@ FN float combined(const TG float *part, const TG float *ls, uint i)
   return x / l;
 }
 
+// A threadgroup's part of a head; GATED: with the output gate, which lies behind the head's query in qg.
+template <bool GATED> FN void combine_head(const DEVICE float *partial, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments,
+    const DEVICE bf16 *qg, DEVICE bf16 *out, CONSTANT AttentionArgs &p, TG float *part, TG float *ls, uint3 group, uint tid, uint lane, uint simd)
+{
+  const uint splits = combine_count(headers, segments + group.y, p);
+  const ulong head = ulong(segments[group.y].first) * p.heads + group.x / COMBINE_PARTS;
+  const DEVICE bf16 *gates = qg + (head * 2 + 1) * HEAD_DIM;
+  inputs_ready();
+  // A thread's first gate comes beside the sums.
+  const float soon = GATED && tid < COMBINE_DIM ? f32(gates[combined_at(group.x, tid)]) : 0.0f;
+  combine_splits(partial, splits, p, part, ls, group, lane, simd);
+  for (uint i = tid; i < COMBINE_DIM; i += 32 * COMBINE_SIMDS) {
+    const uint d = combined_at(group.x, i);
+    float x = combined(part, ls, i);
+    if (GATED) x *= sigmoid(i == tid ? soon : f32(gates[d]));
+    out[head * HEAD_DIM + d] = to_bf16(x);
+  }
+}
+
 KERNEL(attention_combine, 256, IN(0, float, partial), IN(1, SlotHeader, headers), IN(2, SegmentEntry, segments), OUT(3, bf16, out),
     ARGS(4, AttentionArgs, p))
 {
   SHARED(float, part, COMBINE_SIMDS * COMBINE_DIM);
   SHARED(float, ls, COMBINE_SIMDS);
-  const uint splits = combine_count(headers, segments + k_group.y, p);
-  const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x / COMBINE_PARTS;
-  inputs_ready();
-  combine_splits(partial, splits, p, part, ls, k_group, k_lane, k_simd);
-  for (uint i = k_thread.x; i < COMBINE_DIM; i += 32 * COMBINE_SIMDS)
-    out[head * HEAD_DIM + combined_at(k_group.x, i)] = to_bf16(combined(part, ls, i));
+  combine_head<false>(partial, headers, segments, out, out, p, part, ls, k_group, k_thread.x, k_lane, k_simd);
 }
 
-// With the output gate, which lies behind the head's query.
 KERNEL(attention_combine_gated, 256, IN(0, float, partial), IN(1, SlotHeader, headers), IN(2, SegmentEntry, segments), IN(3, bf16, qg),
     OUT(4, bf16, out), ARGS(5, AttentionArgs, p))
 {
   SHARED(float, part, COMBINE_SIMDS * COMBINE_DIM);
   SHARED(float, ls, COMBINE_SIMDS);
-  const uint splits = combine_count(headers, segments + k_group.y, p);
-  const ulong head = ulong(segments[k_group.y].first) * p.heads + k_group.x / COMBINE_PARTS;
-  const DEVICE bf16 *gates = qg + (head * 2 + 1) * HEAD_DIM;
-  inputs_ready();
-  // A thread's first gate comes beside the sums.
-  const float soon = k_thread.x < COMBINE_DIM ? f32(gates[combined_at(k_group.x, k_thread.x)]) : 0.0f;
-  combine_splits(partial, splits, p, part, ls, k_group, k_lane, k_simd);
-  for (uint i = k_thread.x; i < COMBINE_DIM; i += 32 * COMBINE_SIMDS) {
-    const uint d = combined_at(k_group.x, i);
-    const float gate = sigmoid(i == k_thread.x ? soon : f32(gates[d]));
-    out[head * HEAD_DIM + d] = to_bf16(combined(part, ls, i) * gate);
-  }
+  combine_head<true>(partial, headers, segments, qg, out, p, part, ls, k_group, k_thread.x, k_lane, k_simd);
 }

@@ -48,13 +48,10 @@ FN void head_prepare(const DEVICE bf16 *x, const DEVICE float *weight, const DEV
   }
 }
 
+// Only normalized: no element is turned.
 FN void head_normalize(const DEVICE bf16 *x, const DEVICE float *weight, float eps, DEVICE bf16 *to, uint lane)
 {
-  const float inverse = head_inverse(x, eps, lane);
-  for (uint d = lane * 2; d < HEAD_DIM; d += 64) {
-    const uint w = *(const DEVICE uint *)(x + d);
-    *(DEVICE uint *)(to + d) = pack2(normed(bf16_low(w), inverse, weight[d]), normed(bf16_high(w), inverse, weight[d + 1]));
-  }
+  head_prepare(x, weight, weight, 0, eps, to, lane);
 }
 
 // In place: a lane has both elements of its pairs.

@@ -9,24 +9,6 @@
 #define FLASH_ROW (HEAD_DIM + FLASH_PAD)
 #define FLASH_WORDS (FLASH_BLOCK * FLASH_ROW) // a block of K and one of V
 
-#ifdef K_CUDA
-// Four 8x8 matrices, whose rows lie where lanes 0 to 7, 8 to 15, ... say.
-FN void load_matrices(THREAD uint (&r)[4], uint from)
-{
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
-}
-FN void flash_load(THREAD uint (&r)[4], const TG bf16 *row) { load_matrices(r, shared_address(row)); }
-// Each of the four matrices transposed.
-FN void flash_load_transposed(THREAD uint (&r)[4], const TG bf16 *row)
-{
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
-}
-FN void flash_copy(TG uint *to, const DEVICE bf16 *from, bool there) { copy_async(to, from, there); }
-FN void flash_wait() { copy_wait(); }
-#endif
-
 template <uint RT> struct FlashTile {
   uint q[HEAD_DIM / 16u][4];
   float o[HEAD_DIM / 8u][4];
@@ -36,7 +18,7 @@ template <uint RT> struct FlashWeights { uint p[2][4]; };
 
 template <uint RT> FN void flash_open(THREAD FlashTile<RT> &f, const TG bf16 *rows, TG uint *mem, uint lane, uint simd)
 {
-  for (uint k = 0; k < HEAD_DIM / 16; k++) flash_load(f.q[k], rows + lane % 16 * FLASH_ROW + k * 16 + lane / 16 * 8);
+  for (uint k = 0; k < HEAD_DIM / 16; k++) load_matrices(f.q[k], rows + lane % 16 * FLASH_ROW + k * 16 + lane / 16 * 8);
   for (uint i = 0; i < 2; i++) {
     f.m[i] = ATTENTION_LEAST;
     f.l[i] = 0.0f;
@@ -54,7 +36,7 @@ template <uint RT> FN void flash_scores(THREAD FlashTile<RT> &f, THREAD FlashWei
   for (uint d = 0; d < HEAD_DIM; d += 32)
     for (uint j = 0; j < 4; j++) {
       uint b[4];
-      flash_load(b, k + (j * 8 + lane % 8) * FLASH_ROW + d + lane / 8 * 8);
+      load_matrices(b, k + (j * 8 + lane % 8) * FLASH_ROW + d + lane / 8 * 8);
       mma16(s[j], f.q[d / 16], b[0], b[1]);
       mma16(s[j], f.q[d / 16 + 1], b[2], b[3]);
     }
@@ -91,7 +73,7 @@ template <uint RT> FN void flash_values(THREAD FlashTile<RT> &f, THREAD FlashWei
   for (uint i = 0; i < 2; i++)
     for (uint d = 0; d < HEAD_DIM / 8; d += 2) {
       uint b[4];
-      flash_load_transposed(b, v + (i * 16 + lane % 16) * FLASH_ROW + d * 8 + lane / 16 * 8);
+      load_matrices_transposed(b, v + (i * 16 + lane % 16) * FLASH_ROW + d * 8 + lane / 16 * 8);
       mma16(f.o[d], w.p[i], b[0], b[1]);
       mma16(f.o[d + 1], w.p[i], b[2], b[3]);
     }
@@ -102,7 +84,7 @@ FN void flash_send(TG uint *to, const DEVICE bf16 *from, uint tokens, uint tid)
 {
   for (uint i = tid; i < FLASH_BLOCK * HEAD_DIM / 8; i += FLASH_THREADS) {
     const uint row = i / (HEAD_DIM / 8);
-    flash_copy(to + row * (FLASH_ROW / 2) + i % (HEAD_DIM / 8) * 4, from + (row < tokens ? i * 8 : 0), row < tokens);
+    copy_async(to + row * (FLASH_ROW / 2) + i % (HEAD_DIM / 8) * 4, from + (row < tokens ? i * 8 : 0), row < tokens);
   }
 }
 
@@ -116,11 +98,11 @@ template <uint RT> FN void flash_blocks(THREAD FlashTile<RT> &f, FlashCache c, T
   for (uint t0 = 0; t0 < c.len; t0 += FLASH_BLOCK) {
     const bool seen = t0 < own + 8 * RT; // by any row of the simdgroup
     const uint t1 = t0 + FLASH_BLOCK;
-    flash_wait();
+    copy_wait();
     tg_barrier(); // K is there, and V has been read
     flash_send(v, c.values + flash_row(c, t0), min(c.len - t0, FLASH_BLOCK), tid);
     if (seen) flash_scores<RT>(f, w, (const TG bf16 *)mem, t0, own, scale, lane);
-    flash_wait();
+    copy_wait();
     tg_barrier(); // V is there, and K has been read
     if (t1 < c.len) flash_send(mem, c.keys + flash_row(c, t1), min(c.len - t1, FLASH_BLOCK), tid);
     if (seen) flash_values<RT>(f, w, (const TG bf16 *)v, lane);

@@ -12,34 +12,13 @@
 #define CHUNK_VALUE_LINE (CHUNK_VALUES + 8u)
 #define CHUNK_BUFFER (CHUNK * (2u * CHUNK_LINE + CHUNK_VALUE_LINE)) // bf16 of K, Q and V of a chunk
 
-#ifdef K_CUDA
 // Of 8 rows and 32 columns: a lane has columns 2 (l % 4) and the next of every 8, of row l / 4.
-FN void chunk_load(THREAD uint (&r)[4], const TG bf16 *tile, uint line, uint lane)
-{
-  load_matrices(r, shared_address(tile + lane % 8 * line + lane / 8 * 8));
-}
+FN void chunk_load(THREAD uint (&r)[4], const TG bf16 *tile, uint line, uint lane) { load_matrices(r, tile + lane % 8 * line + lane / 8 * 8); }
 // Of 16 rows and 16 columns: a lane has rows 2 (l % 4) and the next of each 8, of column l / 4 (r[0], r[1]) and l / 4 + 8.
 FN void chunk_load_transposed(THREAD uint (&r)[4], const TG bf16 *tile, uint line, uint lane)
 {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(tile + lane % 16 * line + lane / 16 * 8)) : "memory");
+  load_matrices_transposed(r, tile + lane % 16 * line + lane / 16 * 8);
 }
-#else
-FN void chunk_load(THREAD uint (&r)[4], const TG bf16 *tile, uint line, uint lane)
-{
-  for (uint i = 0; i < 4; i++) {
-    const TG bf16 *at = tile + lane / 4 * line + i * 8 + lane % 4 * 2;
-    r[i] = uint(at[0].u) | uint(at[1].u) << 16;
-  }
-}
-FN void chunk_load_transposed(THREAD uint (&r)[4], const TG bf16 *tile, uint line, uint lane)
-{
-  for (uint i = 0; i < 4; i++) {
-    const TG bf16 *at = tile + (i % 2 * 8 + lane % 4 * 2) * line + i / 2 * 8 + lane / 4;
-    r[i] = uint(at[0].u) | uint(at[line].u) << 16;
-  }
-}
-#endif
 
 // A thread's pieces of a chunk of n tokens on their way; zeros behind them.
 FN void chunk_send(TG bf16 *to, const DEVICE bf16 *q, const DEVICE bf16 *k, const DEVICE bf16 *v, uint channels, uint n, uint tid)

@@ -8,28 +8,6 @@
 // delta_token, and its sums have one order: lane by lane ascending, then a tree over the lanes. So neither R nor
 // where a chunk ends changes a bit.
 
-// Sums v[r] over the lanes, all R at once: with each halving of the lanes the rows are halved too, until one is left; then lanes of one
-// row go on alone: R - 1 + 5 - log2 R shuffles instead of 5 R. The tree is that of a butterfly over 16, 8, 4, 2, 1. Lane l
-// returns the sum of row l R / 32.
-template <uint R> FN float rows_sum(THREAD float *v, uint lane)
-{
-  uint mask = 16;
-#pragma unroll
-  for (uint n = R / 2; n > 0; n /= 2) {
-    const bool upper = (lane & mask) != 0;
-#pragma unroll
-    for (uint i = 0; i < n; i++) {
-      const float kept = upper ? v[i + n] : v[i], given = upper ? v[i] : v[i + n];
-      v[i] = kept + simd_shuffle_xor(given, mask);
-    }
-    mask /= 2;
-  }
-  float sum = v[0];
-#pragma unroll
-  for (uint m = 16 / R; m > 0; m /= 2) sum += simd_shuffle_xor(sum, m);
-  return sum;
-}
-
 // One token for R rows. v: of the row that this lane answers for (l R / 32); so is the result y.
 template <uint R> FN float delta_token(THREAD float *s, const THREAD float *k, const THREAD float *q, float v, float g, float beta, uint lane)
 {
@@ -47,7 +25,7 @@ template <uint R> FN float delta_token(THREAD float *s, const THREAD float *k, c
       y[r] = fma(s[r * LANE_DIM + e], q[e], y[r]);
     }
   }
-  const float recall = rows_sum<R>(m, lane), read = rows_sum<R>(y, lane), d = (v - recall) * beta;
+  const float recall = simd_sums<R>(m, lane), read = simd_sums<R>(y, lane), d = (v - recall) * beta;
 #pragma unroll
   for (uint r = 0; r < R; r++) {
     const float dr = simd_shuffle(d, r * (32u / R));

@@ -209,17 +209,24 @@ template <uint N> FN void lanes_sum(THREAD float *x, uint lanes)
   }
 }
 
+// A lane's share of a row's sum of squares: four columns, and from column i on those of every 1024.
+FN float add_squares(float4 v, float s)
+{
+  s = fma(v.x, v.x, s); s = fma(v.y, v.y, s); s = fma(v.z, v.z, s);
+  return fma(v.w, v.w, s);
+}
+FN float squares_from(const DEVICE float *x, uint i, uint cols, float s)
+{
+  for (; i < cols; i += 1024) s = add_squares(load4(x + i), s);
+  return s;
+}
+
 // Shares of a row's sum of squares: 8 of them, whoever computes them, so that the norm's bits do not depend on the
 // threadgroup's size.
 FN void square_shares(const DEVICE float *x, uint cols, TG float *shares, uint lane, uint simd, uint simds)
 {
   for (uint share = simd; share < 8; share += simds) {
-    float s = 0.0f;
-    for (uint i = (share * 32 + lane) * 4; i < cols; i += 1024) {
-      const float4 v = load4(x + i);
-      s = fma(v.x, v.x, s); s = fma(v.y, v.y, s); s = fma(v.z, v.z, s); s = fma(v.w, v.w, s);
-    }
-    s = simd_sum(s);
+    const float s = simd_sum(squares_from(x, (share * 32 + lane) * 4, cols, 0.0f));
     if (lane == 0) shares[share] = s;
   }
 }
@@ -231,6 +238,15 @@ FN float inverse_rms(const TG float *shares, uint cols, float eps)
 #pragma unroll
   for (uint i = 0; i < 8; i++) s += shares[i];
   return 1.0f / sqrt(s / float(cols) + eps);
+}
+
+// Eight neighbours of the residual stream, a and b, times the norm's scale and its weights, v and z: to bf16.
+FN void normed_piece(float4 a, float4 b, float4 v, float4 z, float s, THREAD uint *q)
+{
+  q[0] = pack2(a.x * s * v.x, a.y * s * v.y);
+  q[1] = pack2(a.z * s * v.z, a.w * s * v.w);
+  q[2] = pack2(b.x * s * z.x, b.y * s * z.y);
+  q[3] = pack2(b.z * s * z.z, b.w * s * z.w);
 }
 
 // Where x comes from: bf16 rows, or the residual stream, which is normalized on the way.
@@ -264,11 +280,7 @@ template <bool WIDE, uint F> FN void stage_x(const THREAD GemvInput &in, uint fi
       uint q[4];
       if (in.normed) {
         const DEVICE float *x = (const DEVICE float *)in.x + from, *w = in.norm + first + u * 8;
-        const float4 a = load4(x), b = load4(x + 4), v = load4(w), z = load4(w + 4);
-        q[0] = pack2(a.x * s * v.x, a.y * s * v.y);
-        q[1] = pack2(a.z * s * v.z, a.w * s * v.w);
-        q[2] = pack2(b.x * s * z.x, b.y * s * z.y);
-        q[3] = pack2(b.z * s * z.z, b.w * s * z.w);
+        normed_piece(load4(x), load4(x + 4), load4(w), load4(w + 4), s, q);
         keep_normed(in, from, q);
       } else {
         const uint4 a = load4(in.x + from / 2);

@@ -9,13 +9,6 @@ FN constexpr uint mma_words(uint rows, uint cols) { return MMA_SIMDS * MMA_SLICE
 // A second slice for each simdgroup, and room for its sums.
 FN constexpr uint deep_words(uint rows) { return MMA_SIMDS * MMA_SLICE + MMA_SIMDS * 16 * rows; }
 
-FN void load8(const DEVICE float *p, THREAD float *v)
-{
-  const float4 a = load4(p), b = load4(p + 4);
-  v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w;
-  v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
-}
-
 // Threadgroup memory of a launch.
 struct MmaMemory {
   TG uint *slices, *x;
@@ -75,41 +68,41 @@ FN void stage_normed(const THREAD MmaLaunch &at, CONSTANT GemvArgs &p, const THR
 #pragma unroll 1
   for (uint row = 0; row < p.rows; row++) {
     const DEVICE float *x = (const DEVICE float *)at.x + ulong(row) * p.cols;
-    float v[8], w[8], s = 0.0f;
-    if (at.tid < p.cols / 8) load8(x + at.tid * 8, v);
+    const bool mine = at.tid < p.cols / 8;
+    float4 a, b, v, z;
+    if (mine) {
+      a = load4(x + at.tid * 8);
+      b = load4(x + at.tid * 8 + 4);
+    }
     // Shares of the squares as in square_shares.
-    float4 z[2];
+    float4 first[2];
 #pragma unroll
     for (uint j = 0; j < 2; j++) {
       const uint c = at.tid * 4 + j * 1024;
-      z[j] = c < p.cols ? load4(x + c) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+      first[j] = c < p.cols ? load4(x + c) : float4{0.0f, 0.0f, 0.0f, 0.0f};
     }
-    if (at.tid < p.cols / 8) load8(norm + at.tid * 8, w);
-#pragma unroll
-    for (uint j = 0; j < 2; j++) {
-      s = fma(z[j].x, z[j].x, s); s = fma(z[j].y, z[j].y, s); s = fma(z[j].z, z[j].z, s); s = fma(z[j].w, z[j].w, s);
+    if (mine) {
+      v = load4(norm + at.tid * 8);
+      z = load4(norm + at.tid * 8 + 4);
     }
-    for (uint c = at.tid * 4 + 2048; c < p.cols; c += 1024) {
-      const float4 z = load4(x + c);
-      s = fma(z.x, z.x, s); s = fma(z.y, z.y, s); s = fma(z.z, z.z, s); s = fma(z.w, z.w, s);
-    }
-    s = simd_sum(s);
+    const float s = simd_sum(squares_from(x, at.tid * 4 + 2048, p.cols, add_squares(first[1], add_squares(first[0], 0.0f))));
     if (at.lane == 0) m.shares[row * 8 + at.simd] = s;
     tg_barrier();
     const float scale = inverse_rms(m.shares + row * 8, p.cols, p.eps);
 #pragma unroll 1
     for (uint u = at.tid; u < (p.cols + 2047) / 2048 * MMA_THREADS; u += MMA_THREADS) {
-      uint4 q = {0, 0, 0, 0};
+      uint q[4] = {0, 0, 0, 0};
       if (u < p.cols / 8) {
         if (u != at.tid) {
-          load8(x + u * 8, v);
-          load8(norm + u * 8, w);
+          a = load4(x + u * 8);
+          b = load4(x + u * 8 + 4);
+          v = load4(norm + u * 8);
+          z = load4(norm + u * 8 + 4);
         }
-        q = uint4{pack2(v[0] * scale * w[0], v[1] * scale * w[1]), pack2(v[2] * scale * w[2], v[3] * scale * w[3]),
-                  pack2(v[4] * scale * w[4], v[5] * scale * w[5]), pack2(v[6] * scale * w[6], v[7] * scale * w[7])};
-        if (keeps) store4(at.normed + (ulong(row) * p.cols + u * 8) / 2, q.x, q.y, q.z, q.w);
+        normed_piece(a, b, v, z, scale, q);
+        if (keeps) store4(at.normed + (ulong(row) * p.cols + u * 8) / 2, q[0], q[1], q[2], q[3]);
       }
-      stage_piece<F>(q, u, m.x + row * m.x_row, m.sums + row * m.sums_part * 6, m.sums_part);
+      stage_piece<F>(uint4{q[0], q[1], q[2], q[3]}, u, m.x + row * m.x_row, m.sums + row * m.sums_part * 6, m.sums_part);
     }
   }
 }
@@ -182,16 +175,53 @@ FN float sum_parts(const TG float *parts, uint split, uint step)
   return sum;
 }
 
-// STAGED: x by way of threadgroup memory, which all simdgroups fill; or each loads its own slices, where few would want the same. DEEP, for many
-// blocks of one slice a simdgroup, staged: it has room for two, and the next block's is on its way from the moment that this one's is there.
+// For many blocks of one slice a simdgroup: two slices, one that is multiplied while the next block's is on its way to the other, and likewise the
+// sums of two blocks, one of which is put together meanwhile.
+template <uint C> struct DeepSlices {
+  TG uint *slice, *other;
+  TG float *parts, *spare;
+  MmaAffine<C> affine, soon;
+};
+
+// The next block's slice on its way, once this one's is there.
+template <uint F, uint C> FN void deep_next(THREAD DeepSlices<C> &d, const THREAD MmaTile &next, uint first, uint lane)
+{
+  copy_slice<F>(next, first, d.other, lane);
+  load_affine<C>(next, first, d.soon, lane);
+}
+
+// The simdgroup's sums with the slice that is there, kept at `at` of the parts that are returned; then it is the other slice's turn.
+template <uint F, bool ONE, uint C, class X>
+FN TG float *deep_sums(THREAD DeepSlices<C> &d, const THREAD X &in, bool has, uint groups, uint at, uint rows, uint lane)
+{
+  float y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (has) multiply_slice<F, C, ONE>(d.slice, d.affine, in, groups, lane, y);
+#pragma unroll
+  for (uint i = 0; i < 4; i++) y[i] *= CODE_PAIR_BACK;
+  TG uint *const slice = d.slice;
+  d.slice = d.other;
+  d.other = slice;
+  TG float *const parts = d.parts;
+  d.parts = d.spare;
+  d.spare = parts;
+  d.affine = d.soon;
+  keep_parts<ONE>(y, parts + at, rows, lane);
+  return parts;
+}
+
+// STAGED: x by way of threadgroup memory, which all simdgroups fill; or each loads its own slices, where few would want the same. DEEP, staged: see
+// DeepSlices.
 template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(const THREAD MmaLaunch &at, CONSTANT GemvArgs &p, TG uint *memory)
 {
   constexpr uint C = slice_groups<F>();
   const uint split = p.matrices[at.matrix].lanes, tiles = MMA_SIMDS / split, mine = at.simd / split, first = at.simd % split;
   const uint epilogue = p.matrices[at.matrix].epilogue, members = epilogue == GATED ? 2 : 1, block = tiles / members * 16;
   const MmaMemory m = mma_memory(memory + (DEEP ? deep_words(ONE ? 1 : 8) : 0), p.rows, STAGED ? p.cols : 0);
-  TG uint *slice = m.slices + at.simd * MMA_SLICE, *other = memory + at.simd * MMA_SLICE;
-  TG float *parts = m.parts, *spare = (TG float *)(memory + MMA_SIMDS * MMA_SLICE);
+  DeepSlices<C> d;
+  d.slice = m.slices + at.simd * MMA_SLICE;
+  d.other = memory + at.simd * MMA_SLICE;
+  d.parts = m.parts;
+  d.spare = (TG float *)(memory + MMA_SIMDS * MMA_SLICE);
   MmaTile tile;
   tile.w = mine % members == 1 ? rows_of(at.slab, p.matrices[at.matrix].up, 0) : rows_of(at.slab, p.matrices[at.matrix].weight, 0);
   tile.rows = p.matrices[at.matrix].weight.rows;
@@ -199,11 +229,10 @@ template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(cons
   uint first_row = at.block * p.repeat * block;
   tile.row = first_row + mine / members * 16;
   const uint blocks = min(p.repeat, (tile.rows - first_row + block - 1) / block);
-  MmaAffine<C> affine, soon;
   const bool has = first * C < tile.groups;
   if (has) {
-    copy_slice<F>(tile, first, slice, at.lane);
-    if (F != BF16) load_affine<C>(tile, first, affine, at.lane);
+    copy_slice<F>(tile, first, d.slice, at.lane);
+    if (F != BF16) load_affine<C>(tile, first, d.affine, at.lane);
   }
   if (STAGED && p.normed != 0) for (uint u = at.tid * 8; u < p.cols; u += MMA_THREADS * 8) prefetch(slab_f32(at.norm, p.norm) + u);
   inputs_ready();
@@ -223,34 +252,22 @@ template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(cons
   for (uint k = 0; k < blocks; k++) {
     float base = 0.0f;
     if (single && at.tid < block * p.rows && first_row + at.tid % block < tile.rows) base = at.residual[ulong(at.tid / block) * tile.rows + first_row + at.tid % block];
-    float y[4];
+    const TG float *parts = m.parts;
     direct.again = k == 0 || (tile.groups + C - 1) / C > split;
     if (DEEP) {
       copy_wait();
       simd_fence();
       tile.row += block;
-      if (has && k + 1 < blocks) {
-        copy_slice<F>(tile, first, other, at.lane);
-        load_affine<C>(tile, first, soon, at.lane);
-      }
-      y[0] = y[1] = y[2] = y[3] = 0.0f;
-      if (has) multiply_slice<F, C, ONE>(slice, affine, next_input<F, C>(staged, first, at.lane), tile.groups - first * C, at.lane, y);
-#pragma unroll
-      for (uint i = 0; i < 4; i++) y[i] *= CODE_PAIR_BACK;
-      TG uint *const read = slice;
-      slice = other;
-      other = read;
-      TG float *const written = parts;
-      parts = spare;
-      spare = written;
-      affine = soon;
+      if (has && k + 1 < blocks) deep_next<F>(d, tile, first, at.lane);
+      parts = deep_sums<F, ONE>(d, next_input<F, C>(staged, first, at.lane), has, tile.groups - first * C, at.simd * 16 * p.rows, p.rows, at.lane);
     } else {
-      if (STAGED) multiply_tile<F, ONE>(tile, tile.row + block, k + 1 < blocks, first, split, staged, affine, slice, at.lane, y);
-      else multiply_tile<F, ONE>(tile, tile.row + block, k + 1 < blocks, first, split, direct, affine, slice, at.lane, y);
+      float y[4];
+      if (STAGED) multiply_tile<F, ONE>(tile, tile.row + block, k + 1 < blocks, first, split, staged, d.affine, d.slice, at.lane, y);
+      else multiply_tile<F, ONE>(tile, tile.row + block, k + 1 < blocks, first, split, direct, d.affine, d.slice, at.lane, y);
       tile.row += block;
       if (k > 0) tg_barrier(); // the sums before have been read
+      keep_parts<ONE>(y, m.parts + at.simd * 16 * p.rows, p.rows, at.lane);
     }
-    keep_parts<ONE>(y, parts + at.simd * 16 * p.rows, p.rows, at.lane);
     tg_barrier();
     for (uint i = at.tid; i < block * p.rows; i += MMA_THREADS) {
       const uint n = i / block, r = i % block, row = first_row + r;

@@ -200,31 +200,26 @@ template <uint F> FN void stage_piece(uint4 q, uint u, TG uint *x, TG bf16 *sums
 template <uint F, uint C> FN void load_input(const DEVICE uint *x, uint rows, uint cols, uint slice, THREAD MmaInput<C> &to, uint lane)
 {
   const DEVICE uint *row = x + ulong(min(lane / 4, rows - 1)) * (cols / 2) + slice * C * 32 + lane % 4 * 8;
-  const bool odd = lane % 2 != 0, upper = lane % 4 >= 2;
   uint4 q[C][2];
 #pragma unroll
   for (uint i = 0; i < 2 * C; i++)
     q[i / 2][i % 2] = lane / 4 < rows && (slice * C + i / 2) * 64 < cols ? load4(row + i / 2 * 32 + i % 2 * 4) : uint4{0, 0, 0, 0};
   if (F != BF16) {
-    float s[8], v[4], w[2];
+    float s[C]; // those of groups that odd lanes answer for behind the others
 #pragma unroll
-    for (uint g = 0; g < 8; g++) s[g] = g < C ? piece_sum(q[g % C][0]) + piece_sum(q[g % C][1]) : 0.0f;
-#pragma unroll
-    for (uint i = 0; i < 4; i++) {
-      const uint g = i / 2 * 4 + i % 2;
-      const float kept = odd ? s[g + 2] : s[g], given = odd ? s[g] : s[g + 2];
-      v[i] = g < C ? kept + simd_shuffle_xor(given, 1) : 0.0f;
-    }
+    for (uint g = 0; g < C; g++) s[g / 2 % 2 * (C / 2) + g / 4 * 2 + g % 2] = piece_sum(q[g][0]) + piece_sum(q[g][1]);
+    fold_lanes<C>(s, 1, lane);
+    if (C == 8) fold_lanes<C / 2>(s, 2, lane);
 #pragma unroll
     for (uint i = 0; i < 2; i++) {
-      const float kept = C == 8 && upper ? v[2 + i] : v[i], given = C == 8 && !upper ? v[2 + i] : v[i];
-      w[i] = (kept + simd_shuffle_xor(given, 2)) * CODE_PAIR_DOWN;
+      if (C != 8) s[i] += simd_shuffle_xor(s[i], 2);
+      s[i] *= CODE_PAIR_DOWN;
     }
 #pragma unroll
     for (uint p = 0; p < 3; p++) {
-      to.sums[p] = pack2(w[0], w[1]);
-      w[0] -= bf16_low(to.sums[p]);
-      w[1] -= bf16_high(to.sums[p]);
+      to.sums[p] = pack2(s[0], s[1]);
+      s[0] -= bf16_low(to.sums[p]);
+      s[1] -= bf16_high(to.sums[p]);
     }
   }
 #pragma unroll

@@ -20,12 +20,54 @@ FN void open_task(const DEVICE uint *x, CONSTANT ExpertsArgs &p, uint number, ui
   }
 }
 
-// Row `i` of a task's result, from its simdgroups' sums.
-FN bf16 task_result(const TG float *sums, uint i, uint split, bool paired)
+// A simdgroup's part of every task: one of `members` matrices, of the task's rows those behind `mine` tiles, and of their columns a slice.
+struct ExpertPlace {
+  const DEVICE uint *a, *b;
+  uint split, mine, first, members, block;
+  bool has;
+};
+
+FN ExpertPlace expert_place(const DEVICE uint *a, const DEVICE uint *b, CONSTANT ExpertsArgs &p, uint simd)
 {
-  const TG float *parts = sums + i / 16 * (paired ? 2 : 1) * split * 16 + i % 16;
-  const float value = sum_parts(parts, split, 16);
-  return to_bf16(paired ? silu(value) * sum_parts(parts + split * 16, split, 16) : value);
+  ExpertPlace e;
+  e.a = a;
+  e.b = b;
+  e.split = p.lanes;
+  e.mine = simd / e.split;
+  e.first = simd % e.split;
+  e.members = p.paired != 0 ? 2 : 1;
+  e.block = MMA_SIMDS / e.split / e.members * 16;
+  e.has = e.first * slice_groups<Q4>() < p.a.cols / 64;
+  return e;
+}
+
+// The simdgroup's tile of an expert's block of rows, and its slice on the way.
+template <uint C>
+FN void open_tile(const THREAD ExpertPlace &e, CONSTANT ExpertsArgs &p, uint expert, uint block, THREAD MmaTile &tile, TG uint *slice, THREAD MmaAffine<C> &affine, uint lane)
+{
+  tile.w = e.mine % e.members == 1 ? rows_of(e.b, p.b, expert) : rows_of(e.a, p.a, expert);
+  tile.row = block * e.block + e.mine / e.members * 16;
+  tile.rows = p.a.rows;
+  tile.groups = p.a.cols / 64;
+  if (!e.has) return;
+  copy_slice<Q4>(tile, e.first, slice, lane);
+  load_affine(tile, e.first, affine, lane);
+}
+
+// A task's x, ready for the products.
+FN void stage_task(const THREAD ExpertTask &t, CONSTANT ExpertsArgs &p, const THREAD MmaMemory &m, uint tid)
+{
+#pragma unroll
+  for (uint i = 0; i < 2; i++)
+    if (i * MMA_THREADS * 8 < p.a.cols) stage_piece<Q4>(t.x[i], tid + i * MMA_THREADS, m.x, m.sums, m.sums_part);
+}
+
+// Row `i` of a task's result, from its simdgroups' sums.
+FN bf16 task_result(const TG float *sums, uint i, const THREAD ExpertPlace &e)
+{
+  const TG float *parts = sums + i / 16 * e.members * e.split * 16 + i % 16;
+  const float value = sum_parts(parts, e.split, 16);
+  return to_bf16(e.members == 2 ? silu(value) * sum_parts(parts + e.split * 16, e.split, 16) : value);
 }
 
 // out[entry] = x[entry / share] · a[expert]ᵀ, or with two matrices silu(· a) · (· b). A threadgroup takes its number and every `groups` after
@@ -35,9 +77,7 @@ KERNEL(decode_experts_mma, 768, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), 
 {
   static_assert(mma_words(1, 4096) <= LARGE_decode_experts_mma, "text::LARGE_MEMORY");
   SHARED_LARGE(uint, memory, LARGE_decode_experts_mma);
-  constexpr uint C = slice_groups<Q4>();
-  const uint split = p.lanes, mine = k_simd / split, first = k_simd % split;
-  const uint members = p.paired != 0 ? 2 : 1, block = MMA_SIMDS / split / members * 16;
+  const ExpertPlace e = expert_place(a, b, p, k_simd);
   const MmaMemory m = mma_memory(memory, 1, p.a.cols);
   const MmaStagedRows staged = {m, 0};
   TG uint *slice = m.slices + k_simd * MMA_SLICE;
@@ -45,39 +85,26 @@ KERNEL(decode_experts_mma, 768, IN(0, uint, a), IN(1, uint, b), IN(2, uint, x), 
   open_task(x, p, k_group.x, k_thread.x, task);
   inputs_ready();
   MmaTile tile;
-  MmaAffine<C> affine;
-  tile.rows = p.a.rows;
-  tile.groups = p.a.cols / 64;
-  const bool has = first * C < tile.groups;
+  MmaAffine<slice_groups<Q4>()> affine;
   uint expert = ids[task.entry];
   for (uint number = k_group.x; number < p.tasks; number += k_groups.x) {
-    if (number == k_group.x) {
-      tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
-      tile.row = task.block * block + mine / members * 16;
-      if (has) copy_slice<Q4>(tile, first, slice, k_lane);
-      if (has) load_affine(tile, first, affine, k_lane);
-    }
-#pragma unroll
-    for (uint i = 0; i < 2; i++)
-      if (i * MMA_THREADS * 8 < p.a.cols) stage_piece<Q4>(task.x[i], k_thread.x + i * MMA_THREADS, m.x, m.sums, m.sums_part);
+    if (number == k_group.x) open_tile(e, p, expert, task.block, tile, slice, affine, k_lane);
+    stage_task(task, p, m, k_thread.x);
     tg_barrier();
-    const uint entry = task.entry, row = task.block * block + k_thread.x, next = number + k_groups.x;
+    const uint entry = task.entry, row = task.block * e.block + k_thread.x, next = number + k_groups.x;
     if (next < p.tasks) {
       open_task(x, p, next, k_thread.x, task);
       expert = ids[task.entry];
     }
     float y[4];
-    multiply_tile<Q4, true>(tile, 0, false, first, split, staged, affine, slice, k_lane, y);
+    multiply_tile<Q4, true>(tile, 0, false, e.first, e.split, staged, affine, slice, k_lane, y);
     if (next < p.tasks) {
       simd_fence(); // all lanes have read the slice
-      tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
-      tile.row = task.block * block + mine / members * 16;
-      if (has) copy_slice<Q4>(tile, first, slice, k_lane);
-      if (has) load_affine(tile, first, affine, k_lane);
+      open_tile(e, p, expert, task.block, tile, slice, affine, k_lane);
     }
     keep_parts<true>(y, m.parts + k_simd * 16, 1, k_lane);
     tg_barrier();
-    if (k_thread.x < block && row < tile.rows) out[ulong(entry) * tile.rows + row] = task_result(m.parts, k_thread.x, split, p.paired != 0);
+    if (k_thread.x < e.block && row < tile.rows) out[ulong(entry) * tile.rows + row] = task_result(m.parts, k_thread.x, e);
   }
 }
 
@@ -89,62 +116,42 @@ KERNEL(decode_experts_mma_deep, 512, IN(0, uint, a), IN(1, uint, b), IN(2, uint,
   static_assert(DEEP_WORDS + mma_words(1, 4096) <= LARGE_decode_experts_mma_deep, "text::LARGE_MEMORY");
   SHARED_LARGE(uint, memory, LARGE_decode_experts_mma_deep);
   constexpr uint C = slice_groups<Q4>();
-  const uint split = p.lanes, mine = k_simd / split, first = k_simd % split;
-  const uint members = p.paired != 0 ? 2 : 1, block = MMA_SIMDS / split / members * 16;
+  const ExpertPlace e = expert_place(a, b, p, k_simd);
   const MmaMemory m = mma_memory(memory + DEEP_WORDS, 1, p.a.cols);
-  TG float *spare = (TG float *)(memory + MMA_SIMDS * MMA_SLICE);
+  DeepSlices<C> d;
+  d.slice = m.slices + k_simd * MMA_SLICE;
+  d.other = memory + k_simd * MMA_SLICE;
+  d.parts = m.parts;
+  d.spare = (TG float *)(memory + MMA_SIMDS * MMA_SLICE);
   uint number = k_group.x * p.each;
   const uint end = min(number + p.each, p.tasks);
   ExpertTask task;
   open_task(x, p, number, k_thread.x, task);
   inputs_ready();
   MmaTile tile;
-  MmaAffine<C> affine, soon;
-  tile.rows = p.a.rows;
-  tile.groups = p.a.cols / 64;
-  const bool has = first * C < tile.groups;
-  // Of the entry of the task after the next copy.
-  uint expert = ids[task.entry];
-  tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
-  tile.row = task.block * block + mine / members * 16;
-  if (has) copy_slice<Q4>(tile, first, m.slices + k_simd * MMA_SLICE, k_lane);
-  if (has) load_affine(tile, first, affine, k_lane);
-  expert = ids[min(number + 1, end - 1) / p.blocks];
+  open_tile(e, p, ids[task.entry], task.block, tile, d.slice, d.affine, k_lane);
+  uint expert = ids[min(number + 1, end - 1) / p.blocks]; // of the entry of the task after the next copy
   uint staged_row = 0xffffffffu;
-  for (uint i = 0; number < end; number++, i++) {
+  for (; number < end; number++) {
     if (task.entry / p.share != staged_row) {
       staged_row = task.entry / p.share;
-#pragma unroll
-      for (uint j = 0; j < 2; j++)
-        if (j * MMA_THREADS * 8 < p.a.cols) stage_piece<Q4>(task.x[j], k_thread.x + j * MMA_THREADS, m.x, m.sums, m.sums_part);
+      stage_task(task, p, m, k_thread.x);
       tg_barrier();
     }
-    const uint entry = task.entry, row = task.block * block + k_thread.x;
-    TG uint *slice = (i % 2 == 0 ? m.slices : memory) + k_simd * MMA_SLICE, *other = (i % 2 == 0 ? memory : m.slices) + k_simd * MMA_SLICE;
-    TG float *parts = i % 2 == 0 ? m.parts : spare;
+    const uint entry = task.entry, row = task.block * e.block + k_thread.x;
     copy_wait();
     simd_fence();
     if (number + 1 < end) {
-      tile.w = mine % members == 1 ? rows_of(b, p.b, expert) : rows_of(a, p.a, expert);
-      tile.row = (number + 1) % p.blocks * block + mine / members * 16;
-      if (has) copy_slice<Q4>(tile, first, other, k_lane);
-      if (has) load_affine(tile, first, soon, k_lane);
+      open_tile(e, p, expert, (number + 1) % p.blocks, tile, d.other, d.soon, k_lane);
       if ((number + 1) / p.blocks / p.share != staged_row) open_task(x, p, number + 1, k_thread.x, task);
       task.entry = (number + 1) / p.blocks;
       task.block = (number + 1) % p.blocks;
       expert = ids[min(number + 2, end - 1) / p.blocks];
     }
-    float y[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (has) {
-      const MmaStaged in = {m.x + first * C * 32, (const TG uint *)m.sums + first * C / 2, m.sums_part};
-      multiply_slice<Q4, C, true>(slice, affine, in, tile.groups - first * C, k_lane, y);
-    }
-#pragma unroll
-    for (uint j = 0; j < 4; j++) y[j] *= CODE_PAIR_BACK;
-    affine = soon;
-    keep_parts<true>(y, parts + k_simd * 16, 1, k_lane);
+    const MmaStaged in = {m.x + e.first * C * 32, (const TG uint *)m.sums + e.first * C / 2, m.sums_part};
+    const TG float *parts = deep_sums<Q4, true>(d, in, e.has, tile.groups - e.first * C, k_simd * 16, 1, k_lane);
     tg_barrier(); // and the slice and x have been read
-    if (k_thread.x < block && row < tile.rows) out[ulong(entry) * tile.rows + row] = task_result(parts, k_thread.x, split, p.paired != 0);
+    if (k_thread.x < e.block && row < tile.rows) out[ulong(entry) * tile.rows + row] = task_result(parts, k_thread.x, e);
   }
 }
 

@@ -12,14 +12,10 @@ struct uint2 { uint x, y; };
 struct uint3 { uint x, y, z; };
 struct uint4 { uint x, y, z, w; };
 struct float4 { float x, y, z, w; };
-using std::fma; using std::sqrt; using std::exp; using std::exp2; using std::log; using std::floor; using std::fabs;
-using std::fmax; using std::fmin; using std::cos; using std::sin;
-inline float rsqrt(float x) { return 1.0f / sqrt(x); }
+using std::fma; using std::sqrt; using std::exp; using std::exp2; using std::fabs; using std::fmax;
 inline uint min(uint a, uint b) { return a < b ? a : b; }
 inline uint max(uint a, uint b) { return a > b ? a : b; }
-inline float clamp(float x, float lo, float hi) { return fmin(fmax(x, lo), hi); }
 inline uint mul_hi(uint a, uint b) { return uint((ulong(a) * b) >> 32); }
-inline uint popcount(uint x) { return uint(__builtin_popcount(x)); }
 inline uint as_u(float x) { uint u; memcpy(&u, &x, 4); return u; }
 inline float as_f(uint u) { float x; memcpy(&x, &u, 4); return x; }
 struct bf16 { ushort u; };
@@ -155,6 +151,27 @@ template <class A, class B> FN void emu_mma(mat8f &d, const emu_mat8<A> &a, cons
 FN void emu_mma16(float (&d)[4], const uint (&a)[4], uint b0, uint b1, const char *f, int ln) {
   const float x[6] = {as_f(a[0]), as_f(a[1]), as_f(a[2]), as_f(a[3]), as_f(b0), as_f(b1)};
   emu::multiply16(x, d, f, ln);
+}
+// Four 8x8 matrices: see platform_cuda.h. All rows lie in the threadgroup's memory: a lane is told how far from its own.
+#define load_matrices(r, row) emu_load_matrices(r, row, __FILE__, __LINE__)
+#define load_matrices_transposed(r, row) emu_load_matrices_transposed(r, row, __FILE__, __LINE__)
+FN const ushort *emu_row(const void *own, uint lane, const char *f, int ln) {
+  const uint at = uint(ulong(own));
+  return (const ushort *)((const char *)own + int(emu_shuffle(at, lane, f, ln) - at));
+}
+FN void emu_load_matrices(uint (&r)[4], const void *own, const char *f, int ln) {
+  const uint l = emu::lane();
+  for (uint i = 0; i < 4; i++) {
+    const ushort *row = emu_row(own, i * 8 + l / 4, f, ln) + l % 4 * 2;
+    r[i] = uint(row[0]) | uint(row[1]) << 16;
+  }
+}
+FN void emu_load_matrices_transposed(uint (&r)[4], const void *own, const char *f, int ln) {
+  const uint l = emu::lane();
+  for (uint i = 0; i < 4; i++) {
+    const ushort *low = emu_row(own, i * 8 + l % 4 * 2, f, ln) + l / 4, *high = emu_row(own, i * 8 + l % 4 * 2 + 1, f, ln) + l / 4;
+    r[i] = uint(*low) | uint(*high) << 16;
+  }
 }
 // A simdgroup's 16 rows of a wgmma (platform_cuda.h) at once: what must stay as it is until the product was waited for is not watched.
 #define K_WGMMA 1

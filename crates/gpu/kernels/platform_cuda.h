@@ -28,7 +28,6 @@ FN uint as_u(float x) { return __float_as_uint(x); }
 FN float f32(bf16 x) { return as_f(uint(x.u) << 16); }
 FN bf16 to_bf16(float x) { bf16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.u) : "f"(x)); return r; }
 FN uint mul_hi(uint a, uint b) { return __umulhi(a, b); }
-FN uint popcount(uint x) { return __popc(x); }
 FN uint4 load4(const uint *p) { return *(const uint4 *)p; }
 FN float4 load4(const float *p) { return *(const float4 *)p; }
 FN uint2 load2(const uint *p) { return *(const uint2 *)p; }
@@ -59,7 +58,6 @@ FN uint byte_permute(uint a, uint b, uint which) { return __byte_perm(a, b, whic
 #define CODE_PAIR_DOWN 2.3283064365386963e-10f           // 2^-32
 #define CODE_PAIR_BACK 4294967296.0f
 FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
-FN float clamp(float x, float lo, float hi) { return fminf(fmaxf(x, lo), hi); }
 #if __CUDA_ARCH__ >= 900
 // The stage before this one has ended, then the next one may begin to be: see docs/kernels.md, "Early starts".
 FN void inputs_ready() { asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory"); }
@@ -79,6 +77,18 @@ FN void copy_async(void *to, const void *from, bool there)
 FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 FN void copy_wait_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
 FN void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Four 8x8 matrices of 16-bit elements, whose rows lie where lanes 0 to 7, 8 to 15, … say: lane l has elements 2 (l % 4) and the next of row l / 4
+// of each; transposed, of column l / 4.
+FN void load_matrices(uint (&r)[4], const void *row)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+FN void load_matrices_transposed(uint (&r)[4], const void *row)
+{
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
 FN void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #define tg_barrier() __syncthreads()
 #define simd_fence() __syncwarp()
@@ -120,7 +130,7 @@ FN void wgmma_sync(float (&d)[16][4], const uint (&a)[4], ulong b)
 }
 template <uint N> FN void wgmma(float (&d)[N / 8][4], const uint (&a)[4], const uint *b, uint j, uint)
 {
-  wgmma_sync(d, a, ulong((shared_address(b) & 0x3ffffu) >> 4) + j * 2 | 1ul << 16 | 64ul << 32 | 1ul << 62);
+  wgmma_sync(d, a, ulong((shared_address(b) & 0x3ffffu) >> 4) + j * 2 | ulong(1) << 16 | ulong(64) << 32 | ulong(1) << 62);
 }
 template <uint N> FN void wgmma_done(float (&d)[N / 8][4])
 {
@@ -132,42 +142,3 @@ FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "me
 #define wgmma_wait(n) asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(n) : "memory")
 FN void matrix_memory_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
-// 8x8 matrix over 32 lanes, two elements a lane: row lane/4, columns 2*(lane%4) and the next. The layout is this header's
-// own; kernels must not look inside.
-template <class T> struct simdgroup_matrix8 { T e[2]; };
-FN uint sm_row(uint l) { return l >> 2; }
-FN uint sm_col(uint l) { return (l & 3) * 2; }
-FN uint sm_lane(uint r, uint c) { return r * 4 + (c >> 1); }
-template <class T, class P> FN void simdgroup_load(simdgroup_matrix8<T> &m, const P *p, uint stride) {
-  const uint r = sm_row(k_lane), c = sm_col(k_lane);
-  m.e[0] = p[r * stride + c];
-  m.e[1] = p[r * stride + c + 1];
-}
-template <class T, class P> FN void simdgroup_store(const simdgroup_matrix8<T> &m, P *p, uint stride) {
-  const uint r = sm_row(k_lane), c = sm_col(k_lane);
-  p[r * stride + c] = m.e[0];
-  p[r * stride + c + 1] = m.e[1];
-}
-template <class T, class P> FN void simdgroup_load_transposed(simdgroup_matrix8<T> &m, const P *p, uint stride) {
-  const uint r = sm_row(k_lane), c = sm_col(k_lane);
-  m.e[0] = p[c * stride + r];
-  m.e[1] = p[(c + 1) * stride + r];
-}
-FN float sm_f(float x) { return x; }
-FN float sm_f(bf16 x) { return f32(x); }
-template <class D, class A, class B, class C> FN void simdgroup_multiply_accumulate(simdgroup_matrix8<D> &d,
-    const simdgroup_matrix8<A> &a, const simdgroup_matrix8<B> &b, const simdgroup_matrix8<C> &c) {
-  const uint r = sm_row(k_lane), q = sm_col(k_lane);
-  float s0 = sm_f(c.e[0]), s1 = sm_f(c.e[1]);
-  for (uint k = 0; k < 8; k++) {
-    const uint la = sm_lane(r, k), lb = sm_lane(k, q);
-    const float a0 = simd_shuffle(sm_f(a.e[0]), la), a1 = simd_shuffle(sm_f(a.e[1]), la), x = k & 1 ? a1 : a0;
-    s0 = fmaf(x, simd_shuffle(sm_f(b.e[0]), lb), s0);
-    s1 = fmaf(x, simd_shuffle(sm_f(b.e[1]), lb), s1);
-  }
-  d.e[0] = s0;
-  d.e[1] = s1;
-}
-typedef simdgroup_matrix8<float> mat8f;
-typedef simdgroup_matrix8<bf16> mat8b;
-FN mat8f mat8f_fill(float v) { mat8f m; m.e[0] = m.e[1] = v; return m; }

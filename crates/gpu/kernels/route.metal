@@ -1,19 +1,12 @@
 // Which expert computes which row: selection, and for many rows the rows sorted by expert.
 
-// A float as a number that orders like it: -0 and 0 are equal, nothing is below 1.
-FN uint expert_key(float x)
-{
-  const uint u = as_u(x + 0.0f);
-  return max((u & 0x80000000u) != 0 ? ~u : u | 0x80000000u, 1u);
-}
-
 // The k largest logits of a row by one simdgroup, 32 · EACH experts at most: each round takes the largest of all lanes' largest,
 // the lowest id of equal ones. Softmax over the chosen is softmax over all, renormalized.
 template <uint EACH>
 FN void select_experts(const DEVICE float *logits, DEVICE uint *ids, DEVICE float *weights, uint experts, uint k, uint lane)
 {
   uint key[EACH];
-  for (uint i = 0; i < EACH; i++) key[i] = i * 32 + lane < experts ? expert_key(logits[i * 32 + lane]) : 0;
+  for (uint i = 0; i < EACH; i++) key[i] = i * 32 + lane < experts ? max(ordered(logits[i * 32 + lane]), 1u) : 0; // 0: none is left
   uint mine = 0;        // lane r keeps the expert of rank r
   for (uint rank = 0; rank < k; rank++) {
     uint best = 0, at = 0;

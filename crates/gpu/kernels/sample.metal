@@ -4,10 +4,9 @@
 // Bytes: the logits twice (once if greedy) and what sample_pick looks into again.
 
 enum { BINS = 320, BIN_SHIFT = 22 }; // a bin is an eighth of a power of two: 39 * 8 of them, and room
-enum { PARTIAL = 48, TOPS = 20 };    // words of a block's partial results; most log-probabilities listed
-// Of a block, in PARTIAL words: largest logit, its id, whether one is NaN, largest raw logit, sum of exponentials
-// below that, weights above min-p's floor (low, high); from word 8 on TOPS pairs of raw logit and id.
-enum { P_MAX = 0, P_ID = 1, P_NAN = 2, P_RAW = 3, P_SUM = 4, P_FLOOR = 5, P_TOPS = 8 };
+enum { PARTIAL = 5 };                // words of a block's partial results:
+// largest logit, its id, whether one is NaN, weights above min-p's floor (low, high).
+enum { P_MAX = 0, P_ID = 1, P_NAN = 2, P_FLOOR = 3 };
 enum { NONE = 0xffffffffu };
 
 FN float negative_infinity() { return as_f(0xff800000u); }
@@ -108,19 +107,14 @@ FN void group_best(THREAD float &x, THREAD uint &id, TG float *xs, TG uint *ids,
   tg_barrier(); // xs and ids may be used again
 }
 
-// Sum over a threadgroup, in an order that its size decides; every thread has it.
-FN float group_sum(float x, TG float *xs, uint lane, uint simd, uint simds)
+// Whether any of a threadgroup says so; every thread knows. words: one a simdgroup.
+FN bool group_any(bool x, TG uint *words, uint lane, uint simd, uint simds)
 {
-  const float s = simd_sum(x);
-  if (lane == 0) xs[simd] = s;
+  const bool any = simd_any(x);
+  if (lane == 0) words[simd] = any ? 1 : 0;
   tg_barrier();
-  const float total = simd_sum(lane < simds ? xs[lane] : 0.0f);
-  tg_barrier(); // xs may be used again
-  return total;
+  return simd_any(lane < simds && words[lane] != 0);
 }
-
-// Whether (x, id) comes behind (y, other) in descending order.
-FN bool behind(float x, uint id, float y, uint other) { return x < y || (x == y && id > other); }
 
 // Grid [blocks, segments].
 KERNEL(sample_scan, 256, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(2, SegmentEntry, segments), IN(3, uint, counts), IN(4, uint, masks), IN(5, BiasEntry, biases), OUT(6, uint, partials), ARGS(7, SampleArgs, p))
@@ -134,47 +128,19 @@ KERNEL(sample_scan, 256, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(
     const uint first = k_group.x * p.block, end = min(first + p.block, p.vocab), simds = p.scan_threads / 32;
     DEVICE uint *out = partials + (ulong(k_group.y) * p.blocks + k_group.x) * PARTIAL;
     float best = negative_infinity();
-    uint id = NONE, nan = 0;
+    uint id = NONE;
+    bool nan = false;
     for (uint i = first + k_thread.x; i < end; i += p.scan_threads) {
       const float x = logit(l, i);
-      if (is_nan(x)) nan = 1;
+      if (is_nan(x)) nan = true;
       if (x > best || id == NONE) { best = is_nan(x) ? best : x; id = i; }
     }
     group_best(best, id, xs, ids, k_lane, k_simd, simds);
-    const float nans = group_sum(nan ? 1.0f : 0.0f, xs, k_lane, k_simd, simds);
+    const bool bad = group_any(nan, ids, k_lane, k_simd, simds);
     if (k_thread.x == 0) {
       out[P_MAX] = as_u(best);
       out[P_ID] = id;
-      out[P_NAN] = nans > 0.0f ? 1 : 0;
-    }
-    if (e->tops != NONE) {
-      float raw = negative_infinity(), sum = 0.0f;
-      for (uint i = first + k_thread.x; i < end; i += p.scan_threads) raw = fmax(raw, l.x[i]);
-      uint any = 0;
-      group_best(raw, any, xs, ids, k_lane, k_simd, simds);
-      for (uint i = first + k_thread.x; i < end; i += p.scan_threads) sum += l.x[i] == negative_infinity() ? 0.0f : exp(l.x[i] - raw);
-      sum = group_sum(sum, xs, k_lane, k_simd, simds);
-      if (k_thread.x == 0) {
-        out[P_RAW] = as_u(raw);
-        out[P_SUM] = as_u(sum);
-      }
-      float before = as_f(0x7f800000u);
-      uint before_id = 0;
-      for (uint n = 0; n < min(e->tops, uint(TOPS)); n++) {
-        float x = negative_infinity();
-        uint at = NONE;
-        for (uint i = first + k_thread.x; i < end; i += p.scan_threads) {
-          const float y = l.x[i];
-          if ((n == 0 || behind(y, i, before, before_id)) && (at == NONE || y > x)) { x = y; at = i; }
-        }
-        group_best(x, at, xs, ids, k_lane, k_simd, simds);
-        before = x;
-        before_id = at;
-        if (k_thread.x == 0) {
-          out[P_TOPS + 2 * n] = as_u(x);
-          out[P_TOPS + 2 * n + 1] = at;
-        }
-      }
+      out[P_NAN] = bad ? 1 : 0;
     }
   }
 }
@@ -245,29 +211,5 @@ KERNEL(finish_step, 32, IN(0, SegmentEntry, segments), OUT(1, SlotHeader, header
     DEVICE SlotHeader *header = headers + segments[i].slot;
     header->position += segments[i].rows;
     header->parity ^= 1;
-  }
-}
-
-// A threadgroup a row of logits: the log-probability of the given token, the most probable one and its.
-KERNEL(score_rows, 768, IN(0, float, logits), IN(1, uint, targets), OUT(2, ScoreEntry, out), ARGS(3, SampleArgs, p))
-{
-  SHARED(float, xs, 32);
-  SHARED(uint, ids, 32);
-  const DEVICE float *x = logits + ulong(k_group.x) * p.vocab;
-  float best = negative_infinity(), sum = 0.0f;
-  uint id = NONE, nan = 0;
-  for (uint i = k_thread.x; i < p.vocab; i += p.pick_threads) {
-    if (id == NONE || x[i] > best) { best = x[i]; id = i; }
-    if (is_nan(x[i])) nan = 1;
-  }
-  if (is_nan(best)) best = negative_infinity();
-  group_best(best, id, xs, ids, k_lane, k_simd, p.pick_threads / 32);
-  for (uint i = k_thread.x; i < p.vocab; i += p.pick_threads) sum += exp(x[i] - best);
-  sum = group_sum(nan ? as_f(0x7fc00000u) : sum, xs, k_lane, k_simd, p.pick_threads / 32);
-  if (k_thread.x == 0) {
-    const uint target = targets[k_group.x];
-    out[k_group.x].logprob = (x[min(target, p.vocab - 1)] - best) - log(sum);
-    out[k_group.x].top1 = id;
-    out[k_group.x].top1_logprob = -log(sum);
   }
 }

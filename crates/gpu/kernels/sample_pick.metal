@@ -2,13 +2,6 @@
 
 enum { LISTED = 512, FINE = 256 }; // tokens that are ranked one against another; ranges of a finer look
 
-// A position in the descending order of tokens: by logit, equal ones by id.
-FN uint logit_order(float x) // larger for larger logits; -0 and 0 are one
-{
-  const uint u = as_u(x == 0.0f ? 0.0f : x);
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-
 FN ulong shuffle_wide(ulong x, uint from) { return wide(simd_shuffle(uint(x), from), simd_shuffle(uint(x >> 32), from)); }
 
 // Sum over this lane and all before it.
@@ -84,7 +77,7 @@ FN bool visit(const THREAD Pick &k, const THREAD Logits &l, const THREAD Span &s
   if (id >= k.vocab || id < s.id_low || id > s.id_high) return false;
   const float x = logit(l, id);
   depth = depth_of(x, k.best, k.scale);
-  key = logit_order(x);
+  key = ordered(x);
   return depth != NONE && depth >> BIN_SHIFT == s.bin && key >= s.key_low && key <= s.key_high;
 }
 
@@ -280,36 +273,6 @@ FN uint draw(const THREAD Pick &k, const THREAD Logits &l, const DEVICE SamplerE
   return token;
 }
 
-// Log-probabilities of the raw logits: of the token, and of the most probable ones.
-FN void report(const THREAD Pick &k, const DEVICE float *raw, const DEVICE uint *partials, uint token, uint tops, DEVICE ResultEntry *out, TG float *xs, TG uint *ids)
-{
-  float largest = negative_infinity(), sum = 0.0f;
-  for (uint b = k.lane; b < k.block_count; b += 32) largest = fmax(largest, as_f(partials[b * PARTIAL + P_RAW]));
-  largest = simd_max(largest);
-  for (uint b = k.lane; b < k.block_count; b += 32) sum += as_f(partials[b * PARTIAL + P_SUM]) * exp(as_f(partials[b * PARTIAL + P_RAW]) - largest);
-  const float log_sum = log(simd_sum(sum));
-  if (k.tid == 0) out->logprob = (raw[token] - largest) - log_sum;
-  float before = 0.0f;
-  uint before_id = 0;
-  for (uint n = 0; n < tops; n++) {
-    float x = negative_infinity();
-    uint at = NONE;
-    for (uint i = k.tid; i < k.block_count * tops; i += k.threads) {
-      const DEVICE uint *pair = partials + i / tops * PARTIAL + P_TOPS + 2 * (i % tops);
-      const float y = as_f(pair[0]);
-      if (pair[1] == NONE || (n > 0 && !behind(y, pair[1], before, before_id))) continue;
-      if (at == NONE || behind(x, at, y, pair[1])) { x = y; at = pair[1]; }
-    }
-    group_best(x, at, xs, ids, k.lane, k.tid / 32, k.threads / 32);
-    before = x;
-    before_id = at;
-    if (k.tid == 0) {
-      out->top_ids[n] = at;
-      out->top_logprobs[n] = (x - largest) - log_sum;
-    }
-  }
-}
-
 // A threadgroup a segment: the token, and the end of the step.
 KERNEL(sample_pick, 768, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(2, SegmentEntry, segments), OUT(3, uint, counts), IN(4, uint, masks), IN(5, BiasEntry, biases), IN(6, uint, partials), IN(7, uint, bins), OUT(8, SlotHeader, headers), OUT(9, ResultEntry, results), ARGS(10, SampleArgs, p))
 {
@@ -318,8 +281,6 @@ KERNEL(sample_pick, 768, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(
   SHARED(uint, list, 4 * LISTED);
   SHARED(uint, words, 5);
   SHARED(uint, blocks, 64);
-  SHARED(float, xs, 32);
-  SHARED(uint, ids, 32);
   inputs_ready();
   const uint segment = k_group.x, slot = segments[segment].slot;
   const DEVICE SamplerEntry *e = entries + segment;
@@ -349,7 +310,6 @@ KERNEL(sample_pick, 768, IN(0, float, logits), IN(1, SamplerEntry, entries), IN(
       const Logits l = logits_of(logits, counts, masks, biases, e, slot, p.vocab, p.zero);
       token = draw(k, l, e, partial, header->generated);
     }
-    if (chosen && e->tops != NONE) report(k, logits + ulong(e->row) * p.vocab, partial, token, min(e->tops, uint(TOPS)), results + segment, xs, ids);
   }
   if (k_thread.x == 0) {
     results[segment].token = token;

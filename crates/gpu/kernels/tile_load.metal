@@ -110,6 +110,36 @@ template <uint F> FN Eight unpack(const THREAD Cursor<F> &c, Fetched f)
   return e;
 }
 
+// ---- A step of 32 of K by 128 threads: a thread has eight elements of a row of `a`, if there is one, and of N / 32 rows of `w`
+
+template <uint N, uint F> struct StepLoads {
+  Eight a;
+  Fetched w[N / 32];
+};
+
+// On their way to registers.
+template <uint N, uint F> FN void fetch_step(const DEVICE bf16 *x, bool has_row, const THREAD Cursor<F> *rows, uint k, THREAD StepLoads<N, F> &s)
+{
+  if (has_row) s.a = load_eight(x, k);
+  for (uint j = 0; j < N / 32; j++) s.w[j] = fetch(rows[j], k);
+}
+
+// To threadgroup memory, dequantized, rows `line` words apart; zeros behind a row's end.
+template <uint N, uint F>
+FN void stage_step(const THREAD StepLoads<N, F> &s, bool has_row, bool there, const THREAD Cursor<F> *rows, TG uint *to_a, TG uint *to_w, uint line)
+{
+  if (has_row) {
+    Eight v = zero_eight();
+    if (there) v = s.a;
+    store4(to_a, v.w[0], v.w[1], v.w[2], v.w[3]);
+  }
+  for (uint j = 0; j < N / 32; j++) {
+    Eight v = zero_eight();
+    if (there) v = unpack(rows[j], s.w[j]);
+    store4(to_w + 32 * j * line, v.w[0], v.w[1], v.w[2], v.w[3]);
+  }
+}
+
 // ---- What becomes of a tile: it lies in threadgroup memory as f32, rows of N + 4
 
 struct Floats { float v[8]; };

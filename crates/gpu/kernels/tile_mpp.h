@@ -25,29 +25,17 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
   for (int i = 0; i < acc.get_capacity(); i++)
     if (acc.is_valid_element(i)) acc[i] = 0.0f;
 
-  Eight next_a = zero_eight();
-  Fetched next_w[N / 32];
+  StepLoads<N, F> next;
+  next.a = zero_eight();
   for (uint k = at;; k += 32) {
     const bool there = k < cols;
-    if (there) {
-      if (row < M) next_a = load_eight(x, k);
-      for (uint j = 0; j < N / 32; j++) next_w[j] = fetch(rows[j], k);
-    }
+    if (there) fetch_step(x, row < M, rows, k, next);
     if (k != at) {
       mm.run(ta, tw, acc);
       tg_barrier();
     }
     if (k - at >= cols) break;
-    if (row < M) {
-      Eight v = zero_eight();
-      if (there) v = next_a;
-      store4(to_a, v.w[0], v.w[1], v.w[2], v.w[3]);
-    }
-    for (uint j = 0; j < N / 32; j++) {
-      Eight v = zero_eight();
-      if (there) v = unpack(rows[j], next_w[j]);
-      store4(to_w + 32 * j * 16, v.w[0], v.w[1], v.w[2], v.w[3]);
-    }
+    stage_step(next, row < M, there, rows, to_a, to_w, 16);
     tg_barrier();
   }
 

@@ -23,14 +23,11 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
   for (uint i = 0; i < M / 8; i++)
     for (uint j = 0; j < N / 32; j++) acc[i][j] = mat8f_fill(0.0f);
 
-  Eight next_a = zero_eight();
-  Fetched next_w[N / 32];
+  StepLoads<N, F> next;
+  next.a = zero_eight();
   for (uint k = at;; k += 32) {
     const bool there = k < cols;
-    if (there) {
-      if (row < M) next_a = load_eight(x, k);
-      for (uint j = 0; j < N / 32; j++) next_w[j] = fetch(rows[j], k);
-    }
+    if (there) fetch_step(x, row < M, rows, k, next);
     if (k != at) {   // the step before: multiplied while these loads are under way
       for (uint s = 0; s < 32; s += 8) {
         mat8b ma[M / 8], mw[N / 32];
@@ -42,16 +39,7 @@ FN void gemm_tile(A a, B w, E e, uint cols, TG uint *mem, uint tid, uint lane, u
       tg_barrier();
     }
     if (k - at >= cols) break;
-    if (row < M) {
-      Eight v = zero_eight();
-      if (there) v = next_a;
-      store4(to_a, v.w[0], v.w[1], v.w[2], v.w[3]);
-    }
-    for (uint j = 0; j < N / 32; j++) {
-      Eight v = zero_eight();
-      if (there) v = unpack(rows[j], next_w[j]);
-      store4(to_w + 32 * j * (TILE_STRIDE / 2), v.w[0], v.w[1], v.w[2], v.w[3]);
-    }
+    stage_step(next, row < M, there, rows, to_a, to_w, TILE_STRIDE / 2);
     tg_barrier();
   }
 

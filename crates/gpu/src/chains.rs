@@ -99,8 +99,9 @@ fn projections(
     let mut outputs = Vec::new();
     let mut output = |index: usize| -> Result<(), String> {
         let op = operation!(ops, index, Linear);
-        let out = b.value(op.out);
-        outputs.push(GemvOutput { weight: b.weight(op.weight), out, epilogue: Epilogue::Store });
+        let (weight, out) = (b.weight(op.weight), b.value(op.out));
+        elementwise::supports(weight)?;
+        outputs.push(GemvOutput { weight, out, epilogue: Epilogue::Store });
         Ok(())
     };
     linears.iter().try_for_each(|i| output(*i))?;
@@ -109,6 +110,7 @@ fn projections(
         let (gate_op, up_op) = (operation!(ops, gate, Linear), operation!(ops, up, Linear));
         let act_op = operation!(ops, act, SwiGlu);
         let (gate_weight, up_weight) = (b.weight(gate_op.weight), b.weight(up_op.weight));
+        elementwise::supports(gate_weight)?;
         match gemv::can_pair(gate_weight, up_weight) {
             true => outputs.push(GemvOutput {
                 weight: gate_weight,
@@ -151,7 +153,6 @@ fn conv_prep(
     norm: &ops::QkL2Norm,
     gates: &ops::DeltaGates,
 ) -> Result<bool, String> {
-    delta::supported(c.shape)?;
     let prep = delta::Prep {
         qkv: b.value(conv.x),
         taps: b.weight(conv.weight),
@@ -175,7 +176,6 @@ fn scan_norm(
     scan: &ops::DeltaScan,
     norm: &ops::GatedRmsNorm,
 ) -> Result<bool, String> {
-    delta::supported(c.shape)?;
     if !delta::scan_norm_applies(c) {
         return Ok(false);
     }
@@ -202,6 +202,7 @@ fn project_add(
     let weight = &b.weights[linear.weight.0 as usize];
     let (x, residual, out) = (b.value(linear.x), b.value(add.a), b.value(add.out));
     if rows <= gemv::most_rows(c) {
+        elementwise::supports(weight)?;
         let epilogue = gemv::Epilogue::AddTo(residual);
         let input = GemvInput { x, norm: None, keep: None, rows };
         gemv::gemv(r, c, input, &[GemvOutput { weight, out, epilogue }]);

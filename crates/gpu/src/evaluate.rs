@@ -10,6 +10,7 @@ use lily_ops::{Case, CaseOutputs, ElementType, HostTensor, Plan, SlotState, Valu
 use crate::driver::{Driver, DriverError, Placement};
 use crate::encode::{self, Bound};
 use crate::kernels::common::{Context, SegmentEntry, SlotHeader, StepShape, Tables};
+use crate::kernels::supported;
 use crate::list::{CommandList, Operand, Recorder};
 use crate::memory::Memory;
 use crate::parts::Parts;
@@ -82,6 +83,7 @@ pub fn evaluate(
 
     let shape = Shape::of(plan);
     let profile = driver.profile().clone();
+    supported(&shape, &profile).map_err(EvaluateError::Unsupported)?;
     let step = StepShape {
         segments: case.segments.iter().map(|s| s.rows as u32).collect(),
         outputs: case.output_rows.len() as u32,

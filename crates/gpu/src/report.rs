@@ -7,9 +7,10 @@ use lily_ops::plan::PAGE_TOKENS;
 use lily_ops::{ElementType, Op, Plan};
 
 use crate::kernels::common::StepShape;
-use crate::program::{Head, Kind, Recording};
+use crate::program::{Head, Kind, Recording, bucket};
 
-/// A recorded step in numbers.
+/// A recorded step in numbers: launches, stages and scratch of the list that a real step runs, which is recorded for its context's bucket, a power
+/// of two; bytes of the context itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepReport {
     /// Kernel launches.
@@ -37,11 +38,15 @@ pub fn prefill(recording: &Recording, rows: usize, context: usize) -> Result<Ste
 }
 
 fn report(recording: &Recording, rows: usize, context: usize) -> Result<StepReport, String> {
-    let pages = context.div_ceil(PAGE_TOKENS).max(1);
-    let limits = Limits { pages, ..Limits::new(1, context, rows) };
-    let shape = StepShape { segments: vec![rows as u32], outputs: 1, context: context as u32 };
-    let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
-    let (list, scratch) = recording.record_virtual(&limits, &kind)?;
+    let record = |context: usize| {
+        let pages = context.div_ceil(PAGE_TOKENS).max(1);
+        let limits = Limits { pages, ..Limits::new(1, context, rows) };
+        let shape = StepShape { segments: vec![rows as u32], outputs: 1, context: context as u32 };
+        let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
+        recording.record_virtual(&limits, &kind)
+    };
+    let (list, scratch) = record(bucket(context))?;
+    let (exact, _) = record(context)?;
     let mut report = StepReport {
         dispatches: list.dispatches.len(),
         stages: list.stages.len(),
@@ -50,9 +55,11 @@ fn report(recording: &Recording, rows: usize, context: usize) -> Result<StepRepo
         ..StepReport::default()
     };
     for dispatch in &list.dispatches {
+        report.operations.entry(dispatch.op).or_default().0 += 1;
+    }
+    for dispatch in &exact.dispatches {
         report.bytes += dispatch.traffic;
-        let entry = report.operations.entry(dispatch.op).or_default();
-        *entry = (entry.0 + 1, entry.1 + dispatch.traffic);
+        report.operations.entry(dispatch.op).or_default().1 += dispatch.traffic;
     }
     Ok(report)
 }

@@ -8,7 +8,7 @@ use half::bf16;
 use lily_gpu::conformance::for_gpu;
 use lily_gpu::evaluate::evaluate;
 use lily_gpu::kernels::attention::{
-    Attend, attention_decode, attention_prefill, attention_scratch_bytes,
+    Attend, attention_decode, attention_prefill, attention_scratch_bytes, supported,
 };
 use lily_gpu::kernels::common::{Context, SegmentEntry, SlotHeader, StepShape, Tables};
 use lily_gpu::{
@@ -421,12 +421,7 @@ fn packing_and_reading_order_change_no_bit() {
                 format!("attention_{}{suffix}", if fixed { "fixed" } else { "split" })
             };
             assert!(launches.contains_key(kernel("").as_str()), "{launches:?}");
-            let variants: [(&[&str], &str); 3] = [
-                (&["pack_heads"], "_unpacked"),
-                (&["coalesced_kv"], "_strided"),
-                (&["pack_heads", "coalesced_kv"], "_unpacked_strided"),
-            ];
-            for (switches, suffix) in variants {
+            for (switches, suffix) in VARIANTS {
                 let Ran { bits: other, launches, .. } = base.without(switches).run();
                 assert!(launches.contains_key(kernel(suffix).as_str()), "{launches:?}");
                 assert!(
@@ -436,7 +431,23 @@ fn packing_and_reading_order_change_no_bit() {
             }
         }
     }
+    // Beside matrix units, too, which take the pages whatever these switches say.
+    let base = Scene { mma: true, fixed_from: 300, ..scene(8, 1, 256, &ones(&[299, 301, 77, 9])) };
+    let Ran { bits, .. } = base.check();
+    for (switches, suffix) in VARIANTS {
+        let Ran { bits: other, launches, .. } = base.without(switches).run();
+        assert_eq!(launches.get("attention_fixed_units"), Some(&1), "{suffix}");
+        assert!(launches.contains_key(format!("attention_split{suffix}").as_str()), "{launches:?}");
+        assert!(bits == other, "matrix units, {suffix}");
+    }
 }
+
+/// What the lane-by-lane form does without, and how its kernels' names end then.
+const VARIANTS: [(&[&str], &str); 3] = [
+    (&["pack_heads"], "_unpacked"),
+    (&["coalesced_kv"], "_strided"),
+    (&["pack_heads", "coalesced_kv"], "_unpacked_strided"),
+];
 
 #[test]
 fn a_slots_bits_do_not_hang_on_its_company_or_the_bucket() {
@@ -503,6 +514,23 @@ fn prompts_agree_with_the_reference() {
     }
     // Two threadgroups for the heads of one KV head, the second not full.
     scene(12, 1, 64, &[(11, 3), (2, 40)]).check();
+}
+
+/// The largest head that eight simdgroups of a prompt and 32 KiB of threadgroup memory have room for, and the next one.
+#[test]
+fn the_largest_head_is_right() {
+    let shape = |head_dim| Shape { head_dim, ..Shape::default() };
+    let host = Profile::named("softgpu").unwrap();
+    assert!(supported(&shape(320), &host).is_ok() && supported(&shape(352), &host).is_err());
+    scene(8, 1, 320, &[(9, 3)]).check();
+    scene(8, 1, 320, &[(1, 70)]).check();
+    scene(3, 1, 416, &[(9, 3)]).check();
+}
+
+#[test]
+#[should_panic = "more than 32 KiB of threadgroup memory"]
+fn a_larger_head_has_no_room() {
+    scene(8, 1, 352, &[(9, 3)]).run();
 }
 
 #[test]

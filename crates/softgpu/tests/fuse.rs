@@ -1,15 +1,17 @@
 //! Which chains of the real model's plan are fused, and that their order is right.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use lily_bench::synth::Shape;
-use lily_device::Limits;
+use lily_device::{Device, Limits, PrepareError};
 use lily_gpu::fuse::{Group, groups};
 use lily_gpu::program::{Head, Kind, Recording};
-use lily_gpu::report::decode;
-use lily_gpu::{Profile, StepShape, Tuning};
+use lily_gpu::report::{StepReport, decode};
+use lily_gpu::{Driver, GpuDevice, Profile, StepShape, Tuning};
 use lily_model::{Precision, plan_of_config};
 use lily_ops::{Op, Plan};
+use lily_softgpu::{Options, SoftDriver};
 
 fn plan() -> Plan {
     let config = Shape::qwen3_6_35b_a3b(Shape::REAL_LAYERS).config();
@@ -120,6 +122,23 @@ fn the_recorded_decode_step() {
     }
 }
 
+/// Between powers of two it is the list of the next one that a step runs: here with the launches of slots from 32K tokens on.
+#[test]
+fn a_step_is_recorded_for_its_bucket() {
+    let profile = Profile::named("cuda").expect("a known profile");
+    let recording = Recording::virtual_of(&plan(), &Tuning::default(), &profile).unwrap();
+    let [small, between, bucket] = [4096, 20_000, 32_768].map(|n| decode(&recording, n).unwrap());
+    assert_eq!(between.dispatches, small.dispatches + 10);
+    let list = |r: &StepReport| (r.dispatches, r.stages, r.scratch);
+    assert_eq!(list(&between), list(&bucket));
+    // Bytes are those of its own tokens.
+    let ratio = between.bytes as f64 / between.bytes_floor as f64;
+    assert!(
+        small.bytes < between.bytes && between.bytes < bucket.bytes && ratio <= 1.03,
+        "{ratio}"
+    );
+}
+
 /// Each switch changes what is recorded, or, where it is no matter of the plan, the text's kernels.
 #[test]
 fn a_switch_changes_the_recorded_steps() {
@@ -149,6 +168,45 @@ fn a_switch_changes_the_recorded_steps() {
             false => &on,
         };
         assert!(both(&off) != *on, "{name} changes nothing that is recorded");
+    }
+}
+
+/// Sizes that no kernel is right for are refused by name when a model is accepted, and not computed wrongly.
+#[test]
+fn sizes_that_no_kernel_takes_are_refused() {
+    let heads = |head_dim, mrope_section| Shape { head_dim, mrope_section, ..Shape::tiny() };
+    let cases = [
+        (heads(64, [3, 3, 2]), None),
+        (heads(96, [4, 4, 4]), None),
+        // 64 of 80 elements would be computed.
+        (heads(80, [4, 3, 3]), Some("heads of 80 elements")),
+        // More threadgroup memory than there is.
+        (heads(512, [22, 21, 21]), Some("heads of 512 elements")),
+        (Shape { linear_key_dim: 48, ..Shape::tiny() }, Some("heads of 48 × 32")),
+        (Shape { linear_value_dim: 80, ..Shape::tiny() }, Some("heads of 32 × 80")),
+    ];
+    for (shape, refused) in cases {
+        let plan = plan_of_config("tiny", &shape.config(), Precision::Standard).unwrap().1;
+        let options = Options::default();
+        let recording =
+            Recording::virtual_of(&plan, &Tuning::default(), &options.profile).map(drop);
+        let profile = options.profile.clone();
+        let open = move || Ok(Box::new(SoftDriver::new(options.clone())) as Box<dyn Driver>);
+        let device = GpuDevice::new(profile, Tuning::default(), Box::new(open));
+        let prepared = device.prepare(Arc::new(plan), Vec::new(), Limits::new(1, 64, 16));
+        let prepared = prepared.err();
+        match refused {
+            Some(what) => {
+                let why = recording.unwrap_err();
+                assert!(why.contains(what) && why.contains("--device cpu"), "{why}");
+                let refusal = matches!(&prepared, Some(PrepareError::Unsupported { operations, .. }) if *operations == why);
+                assert!(refusal, "{prepared:?}");
+            }
+            None => {
+                assert_eq!(recording, Ok(()));
+                assert!(prepared.is_none(), "{prepared:?}");
+            }
+        }
     }
 }
 

@@ -13,16 +13,19 @@ use super::record::RecordArgs;
 use crate::failure::{Failure, Interrupted};
 use crate::interrupt::cancel_on_interrupt;
 use crate::model::Opened;
-use crate::options::{ComputeArgs, ModelArgs, Switches, no_switch};
+use crate::options::{ComputeArgs, DeviceName, ModelArgs, Switches, no_switch};
 use crate::output::Stdout;
 
 /// Leave out one optimisation at a time and measure what that costs.
 ///
 /// Each switch is measured in pairs: all optimisations on and this one off, in alternating rounds on the same
 /// shape. The effect is the time without it over the time with it, minus one: positive where it pays. The spread
-/// tells how far the pairs disagree; an effect within it is none. GPUs have a switch for each optimisation of their
-/// kernels, on CUDA also `graphs` and `early_starts` (kernels that begin while the one before them runs). The CPU's are `threads` (one without it), `vectors` (portable code without it), `quantized_activations`
-/// (f32 without it, as --precise) and `chunks` (16 prompt tokens at once without it).
+/// tells how far the pairs disagree; an effect within it is none. Where CUDA's matrix units leave a switch nothing
+/// to do, both of a pair go without them: `chunked_scan` for `register_scan`, `matrix_attention` for `pack_heads`
+/// and `coalesced_kv`. GPUs have a switch for each optimisation of their kernels, on CUDA also `graphs` and
+/// `early_starts` (kernels that begin while the one before them runs). The CPU's are `threads` (one without it),
+/// `vectors` (portable code without it), `quantized_activations` (f32 without it, as --precise) and `chunks` (16
+/// prompt tokens at once without it).
 #[derive(Args)]
 pub struct AblateArgs {
     #[command(flatten)]
@@ -57,6 +60,35 @@ const CPU_SWITCHES: [CpuSwitch; 4] = [
     ("chunks", |c| c.chunk = Some(16)),
 ];
 
+/// Switches of CUDA's kernels that have something to do only without another one, and which.
+const BESIDE: [(&str, &str); 3] = [
+    ("register_scan", "chunked_scan"),
+    ("coalesced_kv", "matrix_attention"),
+    ("pack_heads", "matrix_attention"),
+];
+
+/// What both of a switch's pair do without.
+fn beside(compute: &ComputeArgs, name: &str) -> Option<&'static str> {
+    let on_cuda = matches!(compute.device, DeviceName::Cuda(_));
+    BESIDE.iter().find(|(n, _)| *n == name && on_cuda).map(|(_, other)| *other)
+}
+
+/// The switches, by what both of a pair do without, each once and in the order in which they first occur.
+fn grouped<'a>(
+    compute: &ComputeArgs,
+    wanted: &[&'a str],
+) -> Vec<(Option<&'static str>, Vec<&'a str>)> {
+    let mut groups: Vec<(Option<&'static str>, Vec<&'a str>)> = Vec::new();
+    for name in wanted {
+        let beside = beside(compute, name);
+        match groups.iter_mut().find(|(other, _)| *other == beside) {
+            Some((_, names)) => names.push(name),
+            None => groups.push((beside, vec![name])),
+        }
+    }
+    groups
+}
+
 /// The names of a device's switches.
 pub fn names(compute: &ComputeArgs) -> Vec<&'static str> {
     match compute.on_host() {
@@ -84,26 +116,27 @@ pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
         true => names(&args.compute),
         false => args.switch.iter().map(String::as_str).collect(),
     };
-    let changes: Vec<(&str, ComputeArgs)> = wanted
-        .into_iter()
-        .map(|name| Ok((name, without(&args.compute, name)?)))
-        .collect::<Result<_, Failure>>()?;
+    wanted.iter().try_for_each(|name| without(&args.compute, name).map(drop))?;
     let cancel = cancel_on_interrupt()?;
-    let mut base = open(args, "all on", &args.compute, &cancel)?;
     let opened = Opened::new(&args.model, &args.compute)?;
     let protocol = args.points.protocol(opened.model.config.max_position_embeddings)?;
-    let cancel = &cancel;
-    let switches = changes.into_iter().map(|(name, compute)| {
-        let opens = move || -> Result<Box<dyn Engine>, Trouble> {
-            let loaded = open(args, name, &compute, cancel);
-            let failed = |error: anyhow::Error| Trouble::Failed(format!("{error:#}"));
-            Ok(Box::new(loaded.map_err(failed)?.engine))
-        };
-        Switch { name: name.to_owned(), without: Box::new(opens) }
-    });
     let mut told = Told { rounds: protocol.rounds, wanted: !args.json };
-    let results = ablate::ablate(&mut base.engine, switches.collect(), &protocol, &mut told);
-    let (source, device) = (opened.checkpoint.source(), &base.device);
+    let (mut results, mut device) = (Vec::new(), String::new());
+    for (beside, names) in grouped(&args.compute, &wanted) {
+        if cancel.is_cancelled() {
+            break;
+        }
+        let (title, compute) = match beside {
+            Some(other) => (format!("without {other}"), without(&args.compute, other)?),
+            None => ("all on".to_owned(), args.compute.clone()),
+        };
+        let mut base = open(args, &title, &compute, &cancel)?;
+        let switches = names.into_iter().map(|name| switch(args, &compute, name, &cancel));
+        let switches = switches.collect::<Result<_, Failure>>()?;
+        results.extend(ablate::ablate(&mut base.engine, switches, &protocol, &mut told));
+        device = base.device;
+    }
+    let (source, device) = (opened.checkpoint.source(), &device);
     let mut out = Stdout::new();
     if args.json {
         let switches = ablate::json(&results);
@@ -118,6 +151,22 @@ pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
         true => Err(Interrupted.into()),
         false => Ok(()),
     }
+}
+
+/// One switch, left out of what its base does.
+fn switch<'a>(
+    args: &'a AblateArgs,
+    base: &ComputeArgs,
+    name: &'a str,
+    cancel: &'a Cancel,
+) -> Result<Switch<'a>, Failure> {
+    let compute = without(base, name)?;
+    let opens = move || -> Result<Box<dyn Engine>, Trouble> {
+        let loaded = open(args, name, &compute, cancel);
+        let failed = |error: anyhow::Error| Trouble::Failed(format!("{error:#}"));
+        Ok(Box::new(loaded.map_err(failed)?.engine))
+    };
+    Ok(Switch { name: name.to_owned(), without: Box::new(opens) })
 }
 
 /// The model on the device, computed in one way.
@@ -136,7 +185,24 @@ fn open(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::options::DeviceName;
+
+    #[test]
+    fn both_of_a_pair_go_without_what_leaves_a_switch_nothing_to_do() {
+        let wanted = ["pack_heads", "fuse_norm", "register_scan", "coalesced_kv", "concurrent"];
+        let cuda = ComputeArgs::on(DeviceName::Cuda(0));
+        let groups = grouped(&cuda, &wanted);
+        assert_eq!(groups.len(), 3);
+        assert_eq!(groups[0], (Some("matrix_attention"), vec!["pack_heads", "coalesced_kv"]));
+        assert_eq!(groups[1], (None, vec!["fuse_norm", "concurrent"]));
+        assert_eq!(groups[2], (Some("chunked_scan"), vec!["register_scan"]));
+        // Metal has none of those matrix units.
+        assert_eq!(
+            grouped(&ComputeArgs::on(DeviceName::Metal), &wanted),
+            [(None, wanted.to_vec())]
+        );
+        let names = Switches::names(DeviceName::Cuda(0));
+        assert!(BESIDE.iter().all(|(a, b)| names.contains(a) && names.contains(b)));
+    }
 
     #[test]
     fn each_switch_changes_one_thing() {

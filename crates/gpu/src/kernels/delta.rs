@@ -129,20 +129,22 @@ const SIMDS: u32 = 4;
 /// Tokens between two visits of the state in memory, with `register_scan` off.
 const BLOCK_TOKENS: u32 = 32;
 
-/// Whether the kernels are right for these sizes; if not, why.
+/// Whether the kernels are right for these sizes; if not, why, and what to do.
 pub fn supported(shape: &Shape) -> Result<(), String> {
     let Shape { key_dim, value_dim, conv_taps, value_heads_per_key, .. } = *shape;
+    // A lane has key_dim / 32 neighbouring channels, of which none may lie behind the last one.
     let ok = key_dim > 0
         && key_dim.is_multiple_of(32)
         && value_dim > 0
         && value_dim.is_multiple_of(32)
+        && value_dim.is_multiple_of(key_dim / 32)
         && (2..=9).contains(&conv_taps)
         && value_heads_per_key > 0;
     match ok {
         true => Ok(()),
         false => Err(format!(
             "recurrent heads of {key_dim} × {value_dim} with {conv_taps} taps: the GPU kernels take head sizes \
-             that are multiples of 32 and 2 to 9 taps"
+             that are multiples of 32, the second one of the first one's 32nd part, and 2 to 9 taps; use --device cpu"
         )),
     }
 }
@@ -522,6 +524,8 @@ mod tests {
         assert!(supported(&Shape { key_dim: 32, value_dim: 64, ..real }).is_ok());
         assert!(supported(&Shape { key_dim: 48, ..real }).unwrap_err().contains("48 × 128"));
         assert!(supported(&Shape { value_dim: 80, ..real }).is_err());
+        assert!(supported(&Shape { key_dim: 96, value_dim: 96, ..real }).is_ok());
+        assert!(supported(&Shape { key_dim: 96, value_dim: 128, ..real }).is_err());
         assert!(supported(&Shape { conv_taps: 1, ..real }).is_err());
     }
 

@@ -218,7 +218,12 @@ fn mma_fits(profile: &Profile, cols: u32) -> bool {
 fn matrix_units(c: &Context, input: &GemvInput, outputs: &[GemvOutput]) -> bool {
     mma_takes(c, outputs[0].weight.matrix.cols)
         && (input.norm.is_none() || input.rows <= mma_normed(outputs[0].weight.matrix.cols))
-        && outputs.iter().all(|o| o.weight.matrix.format <= 2)
+        && outputs.iter().all(mma_format)
+}
+
+/// Whether matrix units can take the output's format: f32 goes lane by lane.
+fn mma_format(output: &GemvOutput) -> bool {
+    output.weight.matrix.format <= 2
 }
 
 /// Simdgroups that share a tile of 16 rows, each with slices of 256 bytes of a row: of a pair of matrices four at most, since both tiles are in
@@ -290,11 +295,15 @@ pub fn can_pair(gate: &DeviceWeight, up: &DeviceWeight) -> bool {
     shape(gate) == shape(up) && gate.slab == up.slab
 }
 
-/// Records the products of one input with any number of matrices: one launch for up to [`MAX_OUTPUTS`] in one slab.
+/// Records the products of one input with any number of matrices: one launch for up to [`MAX_OUTPUTS`] in one slab. Those that matrix units
+/// cannot take have launches of their own: who else is there must not decide on a matrix's bits.
 pub fn gemv(r: &mut Recorder, c: &Context, mut input: GemvInput, outputs: &[GemvOutput]) {
     let mut rest = if input.rows > 0 { outputs } else { &[] };
     while let Some(first) = rest.first() {
-        let same = rest.iter().take(MAX_OUTPUTS).take_while(|o| o.weight.slab == first.weight.slab);
+        let units = mma_takes(c, first.weight.matrix.cols);
+        let same = rest.iter().take(MAX_OUTPUTS).take_while(|o| {
+            o.weight.slab == first.weight.slab && (!units || mma_format(o) == mma_format(first))
+        });
         let (now, later) = rest.split_at(same.count());
         launch(r, c, input, now);
         input.keep = None;

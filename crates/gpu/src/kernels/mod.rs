@@ -1,6 +1,15 @@
 //! Encoders: for each family of kernels the argument structs, the policy and the function that records its
 //! dispatches.
 
+use crate::profile::Profile;
+use crate::text::Shape;
+
+/// Whether the kernels are right for these sizes on a device; if not, why, and what to do.
+pub fn supported(shape: &Shape, profile: &Profile) -> Result<(), String> {
+    attention::supported(shape, profile)?;
+    delta::supported(shape)
+}
+
 /// The kernel text of all argument structs.
 pub fn argument_structs() -> String {
     [

@@ -1,4 +1,4 @@
-//! Choosing the next token on the device, the end of a step, and scores of given tokens.
+//! Choosing the next token on the device, and the end of a step. Log-probabilities are the host's, from logits read back.
 
 use lily_ops::ElementType;
 use lily_ops::sample::{ONE, SampleParams, depth_scale};
@@ -53,8 +53,6 @@ kernel_args! {
         first_bias: u32,
         /// How many they are.
         biases: u32,
-        /// [`NONE`], or log-probabilities are reported: the token's, and those of so many most probable tokens.
-        tops: u32,
     }
 
     /// What is added to a token's raw logit.
@@ -71,24 +69,6 @@ kernel_args! {
         token: u32,
         /// 0: it is one; 1: no token may be chosen, or a logit is NaN.
         status: u32,
-        /// Its log-probability by the raw logits.
-        logprob: f32,
-        /// Unused.
-        reserved: u32,
-        /// The most probable tokens by the raw logits, descending; equal ones by id.
-        top_ids: [u32; 20],
-        /// Their log-probabilities.
-        top_logprobs: [f32; 20],
-    }
-
-    /// Scores of one row. Read by the host from a shared buffer.
-    pub struct ScoreEntry {
-        /// Log-probability of the given token.
-        logprob: f32,
-        /// The most probable token.
-        top1: u32,
-        /// Its log-probability.
-        top1_logprob: f32,
     }
 
     /// Of the kernels that read logits.
@@ -111,14 +91,11 @@ kernel_args! {
 /// Nothing of the kind.
 pub const NONE: u32 = u32::MAX;
 
-/// Log-probabilities of the most probable tokens at most.
-pub const MAX_TOPS: u32 = 20;
-
 /// Blocks of a row at most, as `sample_pick` has room for.
 const MAX_BLOCKS: u32 = 64;
 
 /// Words of a block's results, as in sample.metal.
-const PARTIAL_WORDS: u64 = 48;
+const PARTIAL_WORDS: u64 = 5;
 
 /// Words of a block's bins: counts and two words of the weights each.
 const BIN_WORDS: u64 = 3 * 320;
@@ -159,7 +136,6 @@ impl SamplerEntry {
             mask: mask.unwrap_or(NONE),
             first_bias: 0,
             biases: 0,
-            tops: NONE,
         }
     }
 }
@@ -242,26 +218,6 @@ pub fn finish(r: &mut Recorder, c: &Context) {
     let traffic = u64::from(count) * 48;
     let groups = [count.div_ceil(32), 1, 1];
     r.dispatch("finish_step", groups, 32, bindings, &CountArgs { count }, traffic);
-}
-
-/// Scores of given tokens: for each of `rows` rows of logits, `targets` (u32) gives the token and `out` gets a
-/// [`ScoreEntry`]. A row's bits do not depend on the others.
-pub fn scores(
-    r: &mut Recorder,
-    _c: &Context,
-    logits: Operand,
-    targets: Operand,
-    out: Operand,
-    [rows, vocab]: [u32; 2],
-) {
-    let args = cut(vocab);
-    let bindings = vec![
-        Binding::new(logits, Access::Read),
-        Binding::new(targets, Access::Read),
-        Binding::new(out, Access::Write),
-    ];
-    let traffic = u64::from(rows) * (u64::from(vocab) * 4 + 16);
-    r.dispatch("score_rows", [rows, 1, 1], args.pick_threads, bindings, &args, traffic);
 }
 
 #[cfg(test)]

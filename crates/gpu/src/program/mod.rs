@@ -30,6 +30,7 @@ use crate::upload::SlabLayout;
 pub use record::{Head, Kind, Recorded, Recording};
 use slots::{LastSampled, Slots};
 use step::Flight;
+pub(crate) use step::bucket;
 
 /// A prepared plan on a GPU.
 pub struct GpuProgram {

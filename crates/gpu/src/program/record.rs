@@ -12,6 +12,7 @@ use crate::driver::{Buffer, Driver, Placement};
 use crate::encode::{self, Bound};
 use crate::fuse::{Group, groups};
 use crate::kernels::common::{Context, DeviceWeight, StepShape, Tables};
+use crate::kernels::supported;
 use crate::list::{CommandList, Operand, Recorder};
 use crate::memory::Memory;
 use crate::null::NullDriver;
@@ -94,13 +95,15 @@ impl Recording {
         Self { plan, weights, shape, tuning, profile, groups, weight_reads }
     }
 
-    /// For weights that are nowhere: to know what a device would do.
+    /// For weights that are nowhere: to know what a device would do. Whatever a device takes comes through here first: an error says which
+    /// sizes of the model no kernel is right for.
     pub fn virtual_of(plan: &Plan, tuning: &Tuning, profile: &Profile) -> Result<Self, String> {
+        let shape = Shape::of(plan);
+        supported(&shape, profile)?;
         let layout = SlabLayout::new(plan, profile.max_buffer)?;
         let buffers: Vec<Buffer> =
             (0..layout.slabs.len() as u32).map(|i| Buffer(1 << 30 | i)).collect();
         let weights = layout.weights(plan, &buffers);
-        let shape = Shape::of(plan);
         Ok(Self::new(Arc::new(plan.clone()), weights, shape, *tuning, profile.clone()))
     }
 

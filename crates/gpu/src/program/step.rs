@@ -41,10 +41,15 @@ fn too_many_masks(step: &Step) -> bool {
 /// The smallest context a list is recorded for.
 const LEAST_CONTEXT: usize = 1024;
 
-/// Lists are recorded for contexts of powers of two.
+/// Lists are recorded for contexts of powers of two: the one for so many tokens.
+pub(crate) fn bucket(tokens: usize) -> usize {
+    tokens.clamp(LEAST_CONTEXT, 1 << 31).next_power_of_two()
+}
+
+/// The bucket within the limits.
 pub(super) fn context_bucket(tokens: usize, limits: &lily_device::Limits) -> u32 {
     let most = crate::memory::context(limits).min(1 << 31);
-    (tokens.max(LEAST_CONTEXT).next_power_of_two() as u64).min(most.max(1)) as u32
+    (bucket(tokens) as u64).min(most.max(1)) as u32
 }
 
 impl GpuProgram {

@@ -12,7 +12,7 @@ use crate::tuning::Tuning;
 pub const SPLIT_TOKENS: u32 = 64;
 
 /// Simdgroups of a threadgroup of the split kernels.
-const SIMDS: u32 = 4;
+pub(super) const SIMDS: u32 = 4;
 /// Likewise of the combination.
 const COMBINE_SIMDS: u32 = 8;
 /// Threadgroups that share the combination of a head of whole lines of 128 elements.
@@ -35,8 +35,8 @@ pub struct DecodePolicy {
 }
 
 /// Most query heads of a KV head for the matrix units, and what their elements are a multiple of.
-const UNIT_HEADS: u32 = 8;
-const UNIT_ELEMENTS: u32 = 128;
+pub(super) const UNIT_HEADS: u32 = 8;
+pub(super) const UNIT_ELEMENTS: u32 = 128;
 
 impl DecodePolicy {
     /// The policy for slots of up to `context` tokens.
@@ -49,11 +49,9 @@ impl DecodePolicy {
     ) -> Self {
         let Thresholds { split_groups, fixed_from, .. } = profile.thresholds;
         let packed = packed_heads(shape);
-        // By the packed kernels in any case: packing must not change a bit.
+        // Whatever `pack_heads` and `coalesced_kv` say, which are of the lane-by-lane form: they must not change a bit.
         let units = profile.mma
             && tuning.matrix_attention
-            && tuning.pack_heads
-            && tuning.coalesced_kv
             && shape.heads_per_kv <= UNIT_HEADS
             && shape.head_dim.is_multiple_of(UNIT_ELEMENTS);
         let columns = kv_heads * shape.heads_per_kv.div_ceil(packed);
@@ -81,7 +79,7 @@ impl DecodePolicy {
 }
 
 /// Heads that the packed kernels serve with one read of K and V: `ATTENTION_PACK` of the text.
-fn packed_heads(shape: &Shape) -> u32 {
+pub(super) fn packed_heads(shape: &Shape) -> u32 {
     match shape.heads_per_kv {
         4.. if shape.head_dim <= 256 => 4,
         2.. if shape.head_dim <= 512 => 2,
@@ -248,6 +246,11 @@ mod tests {
             let plain = DecodePolicy::new(&shape, &h200, &plain, 2, 40_000);
             assert_eq!(units.units, head_dim % 128 == 0);
             assert_eq!(DecodePolicy { units: false, ..units }, plain);
+            for name in ["pack_heads", "coalesced_kv"] {
+                let other = Tuning::without(name).unwrap();
+                let other = DecodePolicy::new(&shape, &h200, &other, 2, 40_000);
+                assert_eq!(other.units, units.units, "{name}");
+            }
         }
     }
 

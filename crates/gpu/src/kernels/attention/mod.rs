@@ -3,6 +3,7 @@
 use crate::kernel_args;
 use crate::kernels::common::Context;
 use crate::list::{Access, Binding, Operand, Recorder};
+use crate::profile::{Platform, Profile};
 use crate::text::Shape;
 
 pub mod decode;
@@ -56,6 +57,43 @@ kernel_args! {
         first: u32,
         /// `log2(e) / sqrt(head_dim)`.
         scale: f32,
+    }
+}
+
+/// Bytes of threadgroup memory that the largest kernel of flash attention and of the splits declares.
+fn threadgroup_bytes(shape: &Shape, platform: Platform) -> u32 {
+    let Shape { head_dim, heads_per_kv, .. } = *shape;
+    // FLASH_WORDS: a padded block of 32 rows, or with `mma.sync` two of them; else also each simdgroup's own floats.
+    let block = 32 * (head_dim + 8);
+    let flash = match platform {
+        Platform::Cuda => 2 * block * 2,
+        _ => block * 2 + prefill::simds(shape) * (8 * 36 + 64) * 4,
+    };
+    // The simdgroups' sums of the packed heads, and their queries.
+    let pack = decode::packed_heads(shape);
+    let split = (decode::SIMDS + 1) * pack * head_dim * 4 + decode::SIMDS * pack * 8;
+    // The pages' sums by matrix units, where the text has them.
+    let units = match heads_per_kv <= decode::UNIT_HEADS && head_dim % decode::UNIT_ELEMENTS == 0 {
+        true if platform == Platform::Cuda => 16 * (head_dim + 2) * 4,
+        _ => 0,
+    };
+    flash.max(split).max(units)
+}
+
+/// Whether the kernels are right for these sizes and have room on the device; if not, why, and what to do.
+pub fn supported(shape: &Shape, profile: &Profile) -> Result<(), String> {
+    let fits = |head_dim| {
+        let bytes = threadgroup_bytes(&Shape { head_dim, ..*shape }, profile.platform);
+        bytes <= profile.threadgroup_memory
+    };
+    let Shape { head_dim, heads_per_kv, .. } = *shape;
+    let most = (1..=32).map(|n| n * 32).take_while(|n| fits(*n)).last().unwrap_or(0);
+    match head_dim > 0 && heads_per_kv > 0 && head_dim.is_multiple_of(32) && head_dim <= most {
+        true => Ok(()),
+        false => Err(format!(
+            "attention heads of {head_dim} elements, {heads_per_kv} to a KV head: the GPU kernels take multiples of 32, \
+             here up to {most}; use --device cpu"
+        )),
     }
 }
 
@@ -120,5 +158,37 @@ pub fn attention(r: &mut Recorder, c: &Context, attend: &Attend, scratch: Operan
     match c.step.is_decode() {
         true => attention_decode(r, c, attend, scratch, None),
         false => attention_prefill(r, c, attend),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_the_kernels_take() {
+        let of = |device: &str, heads_per_kv, head_dim| {
+            let profile = Profile::named(device).unwrap();
+            supported(&Shape { heads_per_kv, head_dim, ..Shape::default() }, &profile)
+        };
+        // Device, query heads a KV head, elements of the largest head. Tests of whole texts: crates/softgpu/tests/attention.rs.
+        let table = [
+            ("h200", 8, 352),
+            ("h200", 1, 352),
+            ("m4-max", 8, 320),
+            ("m5", 4, 320),
+            ("m4-max", 3, 416),
+            ("softgpu", 8, 320),
+        ];
+        for (device, heads_per_kv, most) in table {
+            for head_dim in [32, 64, 96, 256, most] {
+                assert_eq!(of(device, heads_per_kv, head_dim), Ok(()), "{device} {head_dim}");
+            }
+            for head_dim in [0, 16, 80, 200, most + 32, 512, 2048] {
+                let why = of(device, heads_per_kv, head_dim).unwrap_err();
+                let told = [&*format!("of {head_dim} elements"), &*format!("up to {most}"), "cpu"];
+                assert!(told.iter().all(|t| why.contains(t)), "{why}");
+            }
+        }
     }
 }

@@ -27,7 +27,7 @@ impl FlashPolicy {
         let only = profile.platform == Platform::Cuda;
         let simd_rows = if only || longest > 8 { profile.thresholds.flash_rows } else { 8 };
         let heads = shape.heads_per_kv.clamp(1, 8);
-        let simds = if 8u32.is_multiple_of(heads) { 8 } else { heads };
+        let simds = simds(shape);
         Self {
             simd_rows,
             simds,
@@ -35,6 +35,12 @@ impl FlashPolicy {
             columns: shape.heads_per_kv.div_ceil(8),
         }
     }
+}
+
+/// Simdgroups of a threadgroup: `FLASH_SIMDS` of the text.
+pub(super) fn simds(shape: &Shape) -> u32 {
+    let heads = shape.heads_per_kv.clamp(1, 8);
+    if 8u32.is_multiple_of(heads) { 8 } else { heads }
 }
 
 /// Records causal flash attention of a step of any segments.
