@@ -297,7 +297,7 @@ FN float combined(const TG float *part, const TG float *ls, uint i)
     x += part[s * COMBINE_DIM + at];
     l += ls[s];
   }
-  return x / l;
+  return quotient(x, l);
 }
 
 // A threadgroup's part of a head; GATED: with the output gate, which lies behind the head's query in qg.

@@ -17,7 +17,7 @@ FN float head_inverse(const DEVICE bf16 *x, float eps, uint lane)
     sum = fma(bf16_low(w), bf16_low(w), sum);
     sum = fma(bf16_high(w), bf16_high(w), sum);
   }
-  return 1.0f / sqrt(simd_sum(sum) / float(HEAD_DIM) + eps);
+  return inverse_sqrt(simd_sum(sum) / float(HEAD_DIM) + eps);
 }
 
 FN float normed(float x, float inverse, float weight) { return x * inverse * weight; }

@@ -118,7 +118,7 @@ template <uint RT> FN void flash_close(THREAD FlashTile<RT> &f, DEVICE bf16 *out
     const uint row = lane / 4 + h * 8;
     DEVICE uint *to = (DEVICE uint *)(out + ulong(row) * stride) + lane % 4;
     for (uint d = 0; d < HEAD_DIM / 8; d++)
-      if (row < rows) to[d * 4] = pack2(f.o[d][h * 2] / l, f.o[d][h * 2 + 1] / l);
+      if (row < rows) to[d * 4] = pack2(quotient(f.o[d][h * 2], l), quotient(f.o[d][h * 2 + 1], l));
   }
 }
 #endif

@@ -1,7 +1,7 @@
 // Shared by all kernels: weights in their slabs, activations, small functions.
 
-FN float silu(float x) { return x / (1.0f + exp(-x)); }
-FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
+FN float silu(float x) { return quotient(x, 1.0f + exp(-x)); }
+FN float sigmoid(float x) { return quotient(1.0f, 1.0f + exp(-x)); }
 FN float bf16_low(uint x) { return as_f(x << 16); }          // of two neighbours in one word: the first
 FN float bf16_high(uint x) { return as_f(x & 0xffff0000u); } // the second
 

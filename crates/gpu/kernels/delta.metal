@@ -83,7 +83,7 @@ FN void l2_norm(THREAD float *x, float scale)
 {
   float sum = 0.0f;
   for (uint i = 0; i < LANE_DIM; i++) sum = fma(x[i], x[i], sum);
-  const float r = 1.0f / sqrt(simd_sum(sum) + 1e-6f);
+  const float r = inverse_sqrt(simd_sum(sum) + 1e-6f);
   for (uint i = 0; i < LANE_DIM; i++) x[i] = x[i] * r * scale;
 }
 
@@ -92,6 +92,7 @@ FN float l2_scale(uint strip, uint key_heads) { return strip < key_heads ? 1.0f 
 
 // Rows that are loaded together, so that their latencies overlap.
 #define CONV_AHEAD 4u
+#define GATES_AHEAD 8u
 #define CONV_PAST (CONV_TAPS - 1u)
 
 // Convolution and silu of one strip, `block` rows of a segment from `start` on; then the l2 norm of q and k heads, if key_heads > 0. Each row
@@ -169,7 +170,7 @@ KERNEL(qk_l2_norm, 128, IN(0, bf16, x), OUT(1, bf16, out), ARGS(2, QkNormArgs, p
 // log(1 + e) for e in 0...1, to f32's precision also where 1 + e rounds to 1: 2 atanh(e / (2 + e)) as a series.
 FN float log_1p(float e)
 {
-  const float s = e / (2.0f + e), t = s * s;
+  const float s = quotient(e, 2.0f + e), t = s * s;
   float sum = fma(t, 1.0f / 15.0f, 1.0f / 13.0f);
   sum = fma(t, sum, 1.0f / 11.0f);
   sum = fma(t, sum, 1.0f / 9.0f);
@@ -208,9 +209,18 @@ KERNEL(conv_prep, 128, IN(0, bf16, x), IN(1, uint, slab), IN(2, SegmentEntry, se
     for (uint h = k_lane; h < p.heads; h += 32) {
       const float a_log = slab_f32(a_log_slab, p.a_log)[h], dt_bias = slab_f32(dt_slab, p.dt_bias)[h];
       inputs_ready();
-      for (uint t = 0; t < rows; t++) {
-        const uint i = (segment->first + start + t) * p.heads + h;
-        delta_gate(a[i], b[i], a_log, dt_bias, decay + i, beta + i);
+      for (uint t = 0; t < rows; t += GATES_AHEAD) {
+        const uint first = (segment->first + start + t) * p.heads + h;
+        float x[GATES_AHEAD], y[GATES_AHEAD];
+#pragma unroll
+        for (uint i = 0; i < GATES_AHEAD; i++) {
+          if (t + i >= rows) continue;
+          x[i] = a[first + i * p.heads];
+          y[i] = b[first + i * p.heads];
+        }
+#pragma unroll
+        for (uint i = 0; i < GATES_AHEAD; i++)
+          if (t + i < rows) delta_gate(x[i], y[i], a_log, dt_bias, decay + first + i * p.heads, beta + first + i * p.heads);
       }
     }
   }
@@ -227,7 +237,7 @@ FN void gated_norm(const THREAD float *y, const THREAD float *w, THREAD float *g
 {
   float sum = 0.0f;
   for (uint i = 0; i < VALUE_LANE_DIM; i++) sum = fma(y[i], y[i], sum);
-  const float r = 1.0f / sqrt(simd_sum(sum) / float(VALUE_DIM) + eps);
+  const float r = inverse_sqrt(simd_sum(sum) / float(VALUE_DIM) + eps);
   for (uint i = 0; i < VALUE_LANE_DIM; i++) g[i] = y[i] * r * w[i] * silu(g[i]);
   lane_store<VALUE_LANE_DIM>(out + lane * VALUE_LANE_DIM, g);
 }

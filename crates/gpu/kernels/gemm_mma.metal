@@ -45,26 +45,31 @@ template <uint F> FN void fetch_sixteen(const THREAD Cursor<F> &c, uint k, uint 
       if (k + h * 8 < cols) to.half[h] = fetch(c, k + h * 8);
   }
 }
-// A group's scale and bias as unpack_codes() wants them.
+// A group's scale and bias for pairs of codes of which the second is `times` too high.
 struct Affine { uint scale, bias; };
-FN Affine affine_pairs(float scale, float bias)
+FN Affine affine_pairs(float scale, float bias, float times)
 {
-  const Affine a = {pack2(scale * CODE_PAIR_UP, scale * (CODE_PAIR_UP / 16.0f)), pack2(bias * CODE_PAIR_DOWN, bias * CODE_PAIR_DOWN)};
+  const Affine a = {pack2(scale * CODE_PAIR_UP, scale * (CODE_PAIR_UP / times)), pack2(bias * CODE_PAIR_DOWN, bias * CODE_PAIR_DOWN)};
   return a;
 }
+FN Affine affine_pairs(float scale, float bias) { return affine_pairs(scale, bias, 16.0f); }
 // Two neighbouring codes, the low nibbles of a word's halves but the second 16 times too high: scale * code + bias rounded once, times
 // CODE_PAIR_DOWN. Codes are no numbers first (platform_cuda.h): a mask and one instruction.
 FN uint unpack_codes(uint q, Affine a) { return fma_pair(code_pair(q & 0x00f0000fu), a.scale, a.bias); }
 
-// Half of sixteen. The values of unpack(), of 4-bit codes times CODE_PAIR_DOWN.
+// Half of sixteen. The values of unpack(), of codes rounded once and times CODE_PAIR_DOWN.
 template <uint F> FN Eight unpack_half(const THREAD Cursor<F> &c, const THREAD Sixteen<F> &from, uint h, bool there)
 {
   Eight e = zero_eight();
   if (!there) return e;
-  if (F != Q4) return unpack(c, from.half[h]);
-  const Affine affine = affine_pairs(from.half[0].scale, from.half[0].bias);
+  if (F != Q4 && F != Q8) return unpack(c, from.half[h]);
+  const Affine affine = affine_pairs(from.half[0].scale, from.half[0].bias, F == Q4 ? 16.0f : 1.0f);
 #pragma unroll
-  for (uint i = 0; i < 4; i++) e.w[i] = unpack_codes(byte_permute(from.half[h].w[0], 0u, 0x1111u * i), affine);
+  for (uint i = 0; i < 4; i++) {
+    const uint word = from.half[h].w[F == Q4 ? 0 : i / 2];
+    e.w[i] = F == Q4 ? unpack_codes(byte_permute(word, 0u, 0x1111u * i), affine)
+                     : fma_pair(code_pair(byte_permute(word, 0u, i % 2 == 0 ? 0x4140u : 0x4342u)), affine.scale, affine.bias);
+  }
   return e;
 }
 
@@ -157,7 +162,7 @@ FN void unit_tile(A a, B w, E e, uint rows, uint cols, TG uint *mem, uint tid, u
 #pragma unroll
       for (uint i = 0; i < TILES * 8; i++) {
         const uint r = first % UNIT_PASS + i / 8 * 8 + lane % 4 * 2 + i % 2;
-        tile[r * (N + 4) + column + i / 4 % 2 * 16 + i / 2 % 2 * 8 + lane / 4] = acc[c][i / 8][i / 4 % 2][i % 4] * (F == Q4 ? CODE_PAIR_BACK : 1.0f);
+        tile[r * (N + 4) + column + i / 4 % 2 * 16 + i / 2 % 2 * 8 + lane / 4] = acc[c][i / 8][i / 4 % 2][i % 4] * (F == Q4 || F == Q8 ? CODE_PAIR_BACK : 1.0f);
       }
     }
     tg_barrier();

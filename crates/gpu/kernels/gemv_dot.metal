@@ -237,7 +237,7 @@ FN float inverse_rms(const TG float *shares, uint cols, float eps)
   float s = 0.0f;
 #pragma unroll
   for (uint i = 0; i < 8; i++) s += shares[i];
-  return 1.0f / sqrt(s / float(cols) + eps);
+  return inverse_sqrt(s / float(cols) + eps);
 }
 
 // Eight neighbours of the residual stream, a and b, times the norm's scale and its weights, v and z: to bf16.

@@ -24,6 +24,8 @@ uint pack2(float lo, float hi);
 float code_number(uint x);
 #define CODE_UP 1.0f
 #define CODE_DOWN 1.0f
+float quotient(float a, float b);
+float inverse_sqrt(float x);
 uint tg_add(TG uint *p, uint x);
 #define IN(i, T, name)   const __global T *name
 #define OUT(i, T, name)  __global T *name

@@ -59,6 +59,8 @@ inline uint fma_pair(uint a, uint b, uint c)
 {
   return uint(fma_once(as_f(a << 16), as_f(b << 16), as_f(c << 16)).u) | uint(fma_once(as_f(a & 0xffff0000u), as_f(b & 0xffff0000u), as_f(c & 0xffff0000u)).u) << 16;
 }
+inline float quotient(float a, float b) { return a / b; }
+inline float inverse_sqrt(float x) { return 1.0f / sqrt(x); }
 inline uint byte_permute(uint a, uint b, uint which)
 {
   const ulong both = ulong(b) << 32 | a;

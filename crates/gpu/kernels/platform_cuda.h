@@ -53,6 +53,9 @@ FN uint scale_pair(uint x, float s)
 }
 // Both of a pair: a · b + c, rounded once.
 FN uint fma_pair(uint a, uint b, uint c) { uint r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+// Two units of the last place off at most, without a branch for b of 2^126 and more.
+FN float quotient(float a, float b) { return __fdividef(a, b); }
+FN float inverse_sqrt(float x) { return rsqrtf(x); }
 FN uint byte_permute(uint a, uint b, uint which) { return __byte_perm(a, b, which); } // of eight bytes those that the four digits name
 #define CODE_PAIR_UP 2535301200456458802993406410752.0f // 2^101
 #define CODE_PAIR_DOWN 2.3283064365386963e-10f           // 2^-32

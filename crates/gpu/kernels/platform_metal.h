@@ -40,6 +40,8 @@ FN uint pack2(float lo, float hi) { return as_type<uint>(bfloat2(bfloat(lo), bfl
 FN float code_number(uint x) { return float(x); }
 #define CODE_UP 1.0f
 #define CODE_DOWN 1.0f
+FN float quotient(float a, float b) { return a / b; }
+FN float inverse_sqrt(float x) { return rsqrt(x); }
 FN uint tg_add(threadgroup uint *p, uint x) { return atomic_fetch_add_explicit((threadgroup atomic_uint *)p, x, memory_order_relaxed); }
 FN uint simd_exclusive_sum(uint x) { return simd_prefix_exclusive_sum(x); }
 FN void inputs_ready() {}

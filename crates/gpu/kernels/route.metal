@@ -24,7 +24,7 @@ FN void select_experts(const DEVICE float *logits, DEVICE uint *ids, DEVICE floa
   const float sum = simd_sum(p);
   if (lane < k) {
     ids[lane] = mine;
-    weights[lane] = p / sum;
+    weights[lane] = quotient(p, sum);
   }
 }
 
