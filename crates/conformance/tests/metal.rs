@@ -59,9 +59,7 @@ fn tokens_are_those_of_softgpu() {
         [metal, reference].map(|open| prepare(open, model(&fixture), limits(512, 64)));
     for (params, count) in [(SampleParams::GREEDY, 128), (drawn(), 24)] {
         let run = |p: &mut dyn Program| generate(p, &fixture.tokens, &params, count);
-        let unpooled = soft.counts().unpooled;
         assert_eq!(run(&mut *metal), run(&mut *reference));
-        assert_eq!(soft.counts().unpooled, unpooled, "objects that no pool frees");
     }
     drop(metal);
     nothing_is_left(&soft);

@@ -6,6 +6,7 @@ mod metal_common;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use lily_conformance::Fixture;
 use lily_conformance::metal::{open, open_with, options, profile, softgpu};
 use lily_device::{Device, Input, Output, PrepareError, Step, StepError};
 use lily_gpu::GpuDevice;
@@ -47,6 +48,7 @@ fn a_killed_command_buffer() {
             other => panic!("{reason}: {other:?}"),
         }
         soft.heal();
+        // Nothing runs on the queue any more: what runs below runs on another.
         // What was under way is waited for before the slot is used again.
         soft.wait_idle();
         drain(&mut *program);
@@ -67,6 +69,7 @@ fn drain(program: &mut dyn Program) {
 fn a_device_that_is_gone_or_silent() {
     for (fault, patience, reason) in [
         (Fault::Removed as fn(u64) -> Fault, 60, "removed"),
+        (Fault::Revoked, 60, "start it again"),
         (Fault::Silent, 1, "has not answered"),
     ] {
         let (_dir, model) = micro();
@@ -81,13 +84,41 @@ fn a_device_that_is_gone_or_silent() {
         }
         // It stays lost.
         assert!(matches!(tokens(&mut *program), Err(StepError::Lost(_))));
+        let before = soft.counts();
         drop(program);
         match fault(0) {
-            Fault::Removed(_) => nothing_is_left(&soft),
-            // What never ended may still be written to: it is kept.
-            _ => assert!(soft.counts().buffers > 0 && soft.violations().is_empty()),
+            // What never ended may still be at work: all that it uses is kept, the two libraries' objects are not.
+            Fault::Silent(_) => {
+                let after = soft.counts();
+                assert_eq!((after.buffers, after.bytes), (before.buffers, before.bytes));
+                assert_eq!(after.others, before.others - 1, "pipelines, queue, fence, set");
+                assert!(soft.violations().is_empty());
+            }
+            _ => nothing_is_left(&soft),
         }
     }
+}
+
+/// So many command buffers that a silent device has no room for one more: the error comes all the same.
+#[test]
+fn a_device_that_falls_silent_in_a_long_list() {
+    let fixture = Fixture::open("tiny-a");
+    let short = lily_metal::Options {
+        part_seconds: 1e-9,
+        patience: Duration::from_secs(1),
+        ..options(|_| ())
+    };
+    let (soft, open) = open_with(Caps::without_tensors(), short);
+    let mut program = prepare(open, model(&fixture), limits(256, 64));
+    soft.inject(Fault::Silent(soft.committed() + 3));
+    let step = Step::one(SLOT, Input::Tokens(fixture.tokens.clone()), Output::None);
+    match program.run(step) {
+        Err(StepError::Lost(why)) => assert!(why.contains("has not answered"), "{why}"),
+        other => panic!("{other:?}"),
+    }
+    assert!(soft.committed() >= 256, "{} command buffers filled no queue", soft.committed());
+    drop(program);
+    assert!(soft.violations().is_empty());
 }
 
 #[test]
@@ -95,6 +126,7 @@ fn what_does_not_compile_or_fit() {
     let cases = [
         (Caps::without_tensors(), Some(Fault::Compile), "a fault was injected"),
         (Caps::without_tensors(), Some(Fault::Pipeline), "exceeds available registers"),
+        (Caps::without_tensors(), Some(Fault::FewThreads), "64 can run"),
         (Caps { memory: 32 << 20, ..Caps::without_tensors() }, None, "has no more"),
         (
             Caps { working_set: 300 << 20, ..Caps::without_tensors() },
