@@ -449,8 +449,9 @@ impl MetalDriver {
         };
         match tested {
             Ok(worst) => self.note(format!(
-                "matrix tiles by tensor operations: a product of {:?} differs by {worst:.1e} of its size from simdgroup matrices",
-                self.options.tensor_test
+                "matrix tiles by tensor operations: products of {:?} by {} kernels differ by {worst:.1e} of their size from simdgroup matrices",
+                self.options.tensor_test,
+                crate::tensors::PRODUCTS.len()
             )),
             Err(why) => {
                 self.compiled.drop_tensors(key);
@@ -475,13 +476,13 @@ impl MetalDriver {
         let mut results = Vec::new();
         for tensors in [false, true] {
             let mut pipelines = Vec::new();
-            for kernel in crate::tensors::KERNELS {
-                let pipeline = self.compiled.pipeline_of(key, kernel, tensors);
+            for product in &crate::tensors::PRODUCTS {
+                let pipeline = self.compiled.pipeline_of(key, product.kernel, tensors);
                 pipelines.push(pipeline.map_err(|e| e.to_string())?);
             }
             results.push(crate::tensors::run(self, size, pipelines).map_err(|e| e.to_string())?);
         }
-        crate::tensors::compare(&results[1], &results[0])
+        crate::tensors::compare(&results[1], &results[0], size)
     }
 
     /// Whether a text's matrix tiles use tensor operations; `None` before it was compiled.
