@@ -311,7 +311,7 @@ mod tests {
         assert_eq!(compare(&want, &want, SIZE), Ok(0.0));
         let near = results(|_, n| n[3] = 4.0001);
         assert!(compare(&near, &want, SIZE).is_ok_and(|e| e > 1e-5));
-        for at in 0..PRODUCTS.len() {
+        for (at, product) in PRODUCTS.iter().enumerate() {
             let wrongs: [[f32; 4]; 4] = [
                 [1.0, -2.1, 3.0, 4.0],
                 [1.0, -2.0, f32::NAN, 4.0],
@@ -325,7 +325,7 @@ mod tests {
                     }
                 });
                 let error = compare(&got, &want, SIZE).unwrap_err();
-                assert!(error.starts_with(PRODUCTS[at].kernel), "{error}");
+                assert!(error.starts_with(product.kernel), "{error}");
             }
             let nothing = results(|i, n| {
                 if i == at {
