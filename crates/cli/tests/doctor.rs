@@ -122,6 +122,58 @@ fn measurements_end_and_stand_in_the_report() {
     );
 }
 
+/// Where python3 has mlx-lm, its frontiers stand beside Lily's; what goes wrong with it costs Lily nothing.
+#[test]
+#[cfg(unix)]
+fn frontiers_stand_beside_those_of_mlx_lm() {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let own = lily_bench::peers::sha256(&demo.join("model.safetensors")).unwrap();
+    let cases = [
+        (own.as_str(), "mlx-lm 3.2 tokens/s"),
+        ("0000", "mlx-lm: failed: model.safetensors: SHA-256 0000 here"),
+    ];
+    for (sha256, said) in cases {
+        let home = tempfile::tempdir().unwrap();
+        let (report, bin) = (home.path().join("report.json"), home.path().join("bin"));
+        fs::create_dir(&bin).unwrap();
+        script(&bin.join("python3"), &mlx_lm(sha256));
+        let args = ["doctor", "--self-test", "--report", report.to_str().unwrap()];
+        let measure = ["--measure", demo.to_str().unwrap(), "--part", "frontiers"];
+        let small = ["--lengths", "8", "--rounds", "1"];
+        let mut command = command(&[&args[..], &measure, &small].concat());
+        isolate(&mut command, home.path());
+        let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
+        let output = command.env("PATH", path).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let stdout = String::from_utf8(output.stdout).unwrap();
+        assert!(stdout.contains("beside mlx-lm") && stdout.contains(said), "{stdout}");
+        let report: Value = serde_json::from_str(&fs::read_to_string(&report).unwrap()).unwrap();
+        let points = &report["parts"][0]["figures"]["lengths"][0]["measured"]["points"];
+        for (point, theirs) in points.as_array().unwrap().iter().zip([8.0 / 2.5, 64.0 / 0.5]) {
+            let speed = |at: usize| point["engines"][at]["tokens_per_second"].as_f64();
+            assert!(speed(0).is_some_and(|s| s > 0.0), "{point}");
+            assert_eq!(point["engines"][1]["engine"], "mlx-lm");
+            assert_eq!(speed(1), (sha256 == own).then_some(theirs), "{point}");
+        }
+        assert_eq!(points.as_array().unwrap().len(), 2, "{points}");
+    }
+}
+
+/// A python3 that has mlx-lm, as far as the self-test asks it: a prompt takes 2.5 s, 64 tokens take 0.5 s.
+#[cfg(unix)]
+fn mlx_lm(sha256: &str) -> String {
+    let files = format!(r#"[{{"name": "model.safetensors", "bytes": 1, "sha256": "{sha256}"}}]"#);
+    let ready = r#""ready": true, "mlx_lm": "1", "mlx": "2", "device": "cpu", "load_seconds": 0.5"#;
+    let answers = r#"while read -r line; do case $line in
+*decode*) echo '{"seconds": 0.5}';;
+*prefill*) echo '{"seconds": 2.5}';;
+*) echo '{"error": "ValueError: what?"}';;
+esac; done"#;
+    format!(
+        "[ \"$2\" = 'import mlx_lm' ] && exit 0\necho '{{{ready}, \"files\": {files}}}'\n{answers}"
+    )
+}
+
 /// What takes too long is ended, and what was found before it stays in the report.
 #[test]
 fn a_part_that_takes_too_long_is_unfinished() {

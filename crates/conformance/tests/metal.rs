@@ -59,9 +59,7 @@ fn tokens_are_those_of_softgpu() {
         [metal, reference].map(|open| prepare(open, model(&fixture), limits(512, 64)));
     for (params, count) in [(SampleParams::GREEDY, 128), (drawn(), 24)] {
         let run = |p: &mut dyn Program| generate(p, &fixture.tokens, &params, count);
-        let unpooled = soft.counts().unpooled;
         assert_eq!(run(&mut *metal), run(&mut *reference));
-        assert_eq!(soft.counts().unpooled, unpooled, "objects that no pool frees");
     }
     drop(metal);
     nothing_is_left(&soft);
@@ -147,6 +145,8 @@ fn a_dispatch_that_is_too_long_is_cut() {
     let want = run(softgpu(&profile(&whole)));
     assert_eq!(run(in_pieces), want);
     assert_eq!(run(whole), want);
+    // Where nothing takes long, each step is one command buffer: two chunks and a token.
+    assert_eq!(fast.committed(), 3);
     let (pieces, dispatches) = (slow.launches()[0], fast.launches()[0]);
     println!("{pieces} launches of {dispatches} dispatches");
     assert!(pieces > dispatches, "{pieces} launches of {dispatches} dispatches");

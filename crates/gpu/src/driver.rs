@@ -126,6 +126,12 @@ pub trait Driver: Send {
         kernels: &[&'static str],
     ) -> Result<Vec<Pipeline>, DriverError>;
 
+    /// Threads that a threadgroup of this pipeline may have.
+    fn most_threads(&self, pipeline: Pipeline) -> u32 {
+        let _ = pipeline;
+        u32::MAX
+    }
+
     /// Hands a list to the device without waiting. Lists run in the order they were submitted in.
     fn submit(&mut self, list: &Arc<CommandList>) -> Result<Submission, DriverError>;
 

@@ -252,7 +252,8 @@ pub const ALL: &[Threshold] = &[
         field: |t| &mut t.tile_groups,
         about: "up to 1024 threadgroups a core",
         takes: |n| n <= 1024,
-        values: |_| &[1, 2, 4, 8],
+        // Tiles by matrix units have widths of their own.
+        values: |p| if p.mma { &[] } else { &[1, 2, 4, 8] },
         points: PROMPTS,
     },
     Threshold {
@@ -334,6 +335,19 @@ mod tests {
             }
             let fields = format!("{:?}", profile.thresholds).matches(": ").count();
             assert_eq!(ALL.len(), fields);
+        }
+    }
+
+    #[test]
+    fn what_matrix_units_do_without_has_no_values() {
+        let values = |profile: &str, name: &str| {
+            let profile = Profile::named(profile).unwrap();
+            (Threshold::named(name).unwrap().values)(&profile).len()
+        };
+        for (name, without, with) in
+            [("tile_groups", 4, 0), ("scan_tokens", 3, 0), ("chunked_from", 0, 4)]
+        {
+            assert_eq!((values("m4-max", name), values("h200", name)), (without, with), "{name}");
         }
     }
 

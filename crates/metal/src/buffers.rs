@@ -85,10 +85,10 @@ impl Residency {
         self.changed = true;
     }
 
-    /// Takes a buffer out.
+    /// Takes a buffer out, at once: until the set is committed without it, its memory stays with the GPU.
     pub fn remove(&mut self, memory: &Memory) {
         self.set.removeAllocation(ProtocolObject::from_ref(&*memory.buffer));
-        self.changed = true;
+        self.set.commit();
     }
 
     /// Makes the changes count. A command buffer's residency is fixed when it is committed: called before.
@@ -102,6 +102,9 @@ impl Residency {
 
 impl Drop for Residency {
     fn drop(&mut self) {
+        // Command buffers that have ended, but are not gone yet, keep the queue, and with it the set: not the memory, too.
+        self.set.removeAllAllocations();
+        self.set.commit();
         self.set.endResidency();
     }
 }

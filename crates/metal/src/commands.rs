@@ -19,8 +19,8 @@ use crate::completion::{Completions, Failure, Outcome};
 use crate::estimate::Piece;
 use crate::pipelines::{Kernel, text_of};
 
-/// Command buffers that may be under way: those of two long prefill steps.
-const MOST_BUFFERS: usize = 256;
+/// Command buffers that may be under way: Metal lets a thread that asks for more wait, for as long as it takes.
+pub(crate) const MOST_BUFFERS: usize = 256;
 
 /// Most bytes that a command buffer takes as arguments of one dispatch.
 pub(crate) const MOST_ARGUMENTS: usize = 4096;
@@ -61,6 +61,11 @@ impl Queue {
             queue.addResidencySet(&residency.set);
         }
         Some(Self { queue, fence, fenced: false })
+    }
+
+    /// Keeps queue and fence for ever: the device may still be at work with them.
+    pub fn abandon(&self) {
+        std::mem::forget((self.queue.clone(), self.fence.clone()));
     }
 
     /// Encodes and commits a part; `completions` is told when it has ended. Does not wait.
@@ -198,9 +203,10 @@ impl Bound {
         }
         let at = dispatch.bindings.len();
         self.buffers[at] = None;
-        if let Some(bytes) = NonNull::new(dispatch.args.as_ptr().cast_mut()) {
-            // SAFETY: Metal copies the bytes during the call; they are no more than it takes.
-            unsafe { encoder.setBytes_length_atIndex(bytes.cast(), dispatch.args.len(), at) };
+        if let Some(bytes) = dispatch.args.first() {
+            let bytes = NonNull::from(bytes).cast();
+            // SAFETY: Metal copies the bytes during the call; they are at least one and no more than it takes.
+            unsafe { encoder.setBytes_length_atIndex(bytes, dispatch.args.len(), at) };
         }
         let [width, height, depth] = dispatch.groups.map(|n| n as usize);
         encoder.dispatchThreadgroups_threadsPerThreadgroup(

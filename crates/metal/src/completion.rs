@@ -28,6 +28,9 @@ pub struct Failure {
 pub enum Verdict {
     /// A new queue can go on.
     Recoverable,
+    /// The system did not run it: because of what failed before it on its queue, or, if nothing has, because this program may
+    /// not use the device any more.
+    Ignored,
     /// The device is gone.
     Gone,
 }
@@ -36,18 +39,26 @@ impl Failure {
     /// Whether anything can follow.
     pub fn verdict(&self) -> Verdict {
         match self.code {
-            // Access revoked (too many failures before), device removed.
-            4 | 11 => Verdict::Gone,
+            // "Ignored (for causing prior/excessive GPU errors)": what is committed behind a buffer that was killed gets it, too.
+            4 => Verdict::Ignored,
+            // Device removed.
+            11 => Verdict::Gone,
             _ => Verdict::Recoverable,
         }
+    }
+
+    /// Whether the system stopped it because it took too long: it says so by code or, of other codes, in its text alone.
+    fn was_too_long(&self) -> bool {
+        self.code == 2 || self.text.contains("Impacting Interactivity")
     }
 
     /// The reason, with what can be done about it.
     pub fn reason(&self) -> String {
         let advice = match self.code {
-            2 => {
+            _ if self.was_too_long() => {
                 "; the system stopped it because it ran too long: a smaller --chunk makes shorter command buffers"
             }
+            4 => "; the system lets this program use the GPU no more: start it again",
             3 => "; a kernel read or wrote outside its buffers",
             8 => "; the GPU ran out of memory: close other programs, or ask for a shorter context",
             _ => "",
@@ -136,7 +147,7 @@ mod tests {
             (1, Verdict::Recoverable, ""),
             (2, Verdict::Recoverable, "--chunk"),
             (3, Verdict::Recoverable, "outside its buffers"),
-            (4, Verdict::Gone, ""),
+            (4, Verdict::Ignored, "start it again"),
             (8, Verdict::Recoverable, "out of memory"),
             (11, Verdict::Gone, ""),
             (99, Verdict::Recoverable, ""),
@@ -150,5 +161,9 @@ mod tests {
                 "{reason}"
             );
         }
+        // The watchdog's own word comes with the code of an internal error.
+        let text = "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)";
+        let reason = Failure { code: 1, text: text.into() }.reason();
+        assert!(reason.contains("--chunk"), "{reason}");
     }
 }

@@ -6,9 +6,10 @@ use lily_gpu::{
     Buffer, CommandList, Dispatch, Driver, DriverError, Pipeline, Placement, Platform, Profile,
     Submission, Text, Timing,
 };
+use objc2::rc::autoreleasepool;
 
 use crate::buffers::{Memory, Pending, Residency, Staging};
-use crate::commands::{MOST_ARGUMENTS, MOST_BINDINGS, Part, Queue};
+use crate::commands::{MOST_ARGUMENTS, MOST_BINDINGS, MOST_BUFFERS, Part, Queue};
 use crate::completion::{Completions, Failure, Outcome, Verdict};
 use crate::device::{Device, Options, TensorUse, facts};
 use crate::estimate::{Cost, Estimator, Piece, command_buffers};
@@ -91,7 +92,7 @@ impl MetalDriver {
     #[cfg(target_os = "macos")]
     pub fn describe(system: &crate::system::System) -> Result<String, String> {
         let offers = Offers::of(system.os)?;
-        let facts = facts(&*crate::device::system_device()?)?;
+        let facts = autoreleasepool(|_| facts(&*crate::device::system_device()?))?;
         let room = Room::of(&facts, system);
         let tensors = may_use_tensors(&facts, &offers);
         let p = profile(&facts, system, &room, tensors);
@@ -114,6 +115,10 @@ impl MetalDriver {
 
     /// Opens a device.
     pub fn open_on(device: Device, options: Options) -> Result<Self, DriverError> {
+        autoreleasepool(|_| Self::opened(device, options))
+    }
+
+    fn opened(device: Device, options: Options) -> Result<Self, DriverError> {
         let facts = facts(&device).map_err(DriverError::Lost)?;
         let offers = Offers::of(options.system.os).map_err(DriverError::Lost)?;
         let room = Room::of(&facts, &options.system);
@@ -187,6 +192,10 @@ impl MetalDriver {
                 dispatch.threads, self.profile.name, kernel.threads
             )));
         }
+        if dispatch.threads == 0 || dispatch.groups.contains(&0) {
+            let Dispatch { threads, groups, .. } = dispatch;
+            return Err(invalid(format!("a grid of {groups:?} threadgroups of {threads} threads")));
+        }
         if dispatch.bindings.len() >= MOST_BINDINGS || dispatch.args.len() > MOST_ARGUMENTS {
             return Err(invalid(format!(
                 "{} buffers and {} bytes of arguments; Metal takes {} and {MOST_ARGUMENTS}",
@@ -241,7 +250,13 @@ impl MetalDriver {
 
     /// A command buffer of submission `number` failed: what is in flight behind it works on what it should have written.
     fn fault(&mut self, number: u64, kernel: String, failure: &Failure) {
-        if failure.verdict() == Verdict::Gone {
+        // Ignored behind one that failed is a consequence; on a queue where none has, it is final.
+        let is_gone = match failure.verdict() {
+            Verdict::Recoverable => false,
+            Verdict::Ignored => !self.failed_queue,
+            Verdict::Gone => true,
+        };
+        if is_gone {
             self.lose(format!("{}: {}", self.profile.name, failure.reason()));
         }
         self.failed_queue = true;
@@ -313,7 +328,7 @@ impl MetalDriver {
             return Err(DriverError::Kernel { kernel, reason });
         }
         self.settle_writes();
-        match Queue::new(&self.device, self.residency.as_ref()) {
+        match autoreleasepool(|_| Queue::new(&self.device, self.residency.as_ref())) {
             Some(queue) => self.queue = queue,
             None => {
                 let why = format!("{} made no command queue after a failure", self.profile.name);
@@ -322,6 +337,17 @@ impl MetalDriver {
         }
         self.failed_queue = false;
         Ok(())
+    }
+
+    /// Waits until a command buffer more may be under way. Metal would wait, too, but without an end on a device that is silent.
+    fn await_room(&mut self) -> Result<(), DriverError> {
+        loop {
+            let seen = self.completions.ended();
+            if self.committed - seen < MOST_BUFFERS as u64 {
+                return Ok(());
+            }
+            self.be_patient(seen)?;
+        }
     }
 
     /// Cuts a list into parts by time: their dispatches or pieces of them, and what each pipeline in them should take.
@@ -353,6 +379,10 @@ impl MetalDriver {
         let mut flight = Flight { number, segments: Vec::new(), writes: Vec::new() };
         let mut error = None;
         for (pieces, shares) in self.parts(list) {
+            if let Err(e) = self.await_room() {
+                self.flights.push_back(flight);
+                return Err(e);
+            }
             let writes = std::mem::take(&mut self.staging.pending);
             let part = Part {
                 number: self.committed + 1,
@@ -419,8 +449,9 @@ impl MetalDriver {
         };
         match tested {
             Ok(worst) => self.note(format!(
-                "matrix tiles by tensor operations: a product of {:?} differs by {worst:.1e} of its size from simdgroup matrices",
-                self.options.tensor_test
+                "matrix tiles by tensor operations: products of {:?} by {} kernels differ by {worst:.1e} of their size from simdgroup matrices",
+                self.options.tensor_test,
+                crate::tensors::PRODUCTS.len()
             )),
             Err(why) => {
                 self.compiled.drop_tensors(key);
@@ -445,13 +476,13 @@ impl MetalDriver {
         let mut results = Vec::new();
         for tensors in [false, true] {
             let mut pipelines = Vec::new();
-            for kernel in crate::tensors::KERNELS {
-                let pipeline = self.compiled.pipeline_of(key, kernel, tensors);
+            for product in &crate::tensors::PRODUCTS {
+                let pipeline = self.compiled.pipeline_of(key, product.kernel, tensors);
                 pipelines.push(pipeline.map_err(|e| e.to_string())?);
             }
             results.push(crate::tensors::run(self, size, pipelines).map_err(|e| e.to_string())?);
         }
-        crate::tensors::compare(&results[1], &results[0])
+        crate::tensors::compare(&results[1], &results[0], size)
     }
 
     /// Whether a text's matrix tiles use tensor operations; `None` before it was compiled.
@@ -483,11 +514,14 @@ impl Driver for MetalDriver {
                 self.profile.name, self.profile.max_buffer
             )));
         }
-        let memory = Memory::new(&self.device, bytes, placement)
-            .ok_or_else(|| refused(format!("{} has no more", self.profile.name)))?;
-        if let Some(residency) = &mut self.residency {
-            residency.add(&memory);
-        }
+        let memory = autoreleasepool(|_| {
+            let memory = Memory::new(&self.device, bytes, placement)?;
+            if let Some(residency) = &mut self.residency {
+                residency.add(&memory);
+            }
+            Some(memory)
+        });
+        let memory = memory.ok_or_else(|| refused(format!("{} has no more", self.profile.name)))?;
         let buffer = Buffer(self.next_buffer);
         self.next_buffer += 1;
         self.buffers.insert(buffer, memory);
@@ -499,11 +533,13 @@ impl Driver for MetalDriver {
         if self.quiesce().is_err() {
             return;
         }
-        if let Some(memory) = self.buffers.remove(&buffer)
-            && let Some(residency) = &mut self.residency
-        {
-            residency.remove(&memory);
-        }
+        let Some(memory) = self.buffers.remove(&buffer) else { return };
+        autoreleasepool(|_| {
+            if let Some(residency) = &mut self.residency {
+                residency.remove(&memory);
+            }
+            drop(memory);
+        });
     }
 
     fn write(&mut self, buffer: Buffer, offset: u64, bytes: &[u8]) -> Result<(), DriverError> {
@@ -541,11 +577,17 @@ impl Driver for MetalDriver {
     ) -> Result<Vec<Pipeline>, DriverError> {
         self.alive()?;
         let key = key_of(text);
-        if !self.compiled.has(key) {
-            self.compiled.add(key, text)?;
-            self.settle_tensors(key, text);
-        }
-        kernels.iter().map(|name| self.compiled.pipeline(key, name)).collect()
+        autoreleasepool(|_| {
+            if !self.compiled.has(key) {
+                self.compiled.add(key, text)?;
+                self.settle_tensors(key, text);
+            }
+            kernels.iter().map(|name| self.compiled.pipeline(key, name)).collect()
+        })
+    }
+
+    fn most_threads(&self, pipeline: Pipeline) -> u32 {
+        self.compiled.kernels.get(pipeline.0 as usize).map_or(0, |k| k.threads)
     }
 
     fn submit(&mut self, list: &Arc<CommandList>) -> Result<Submission, DriverError> {
@@ -559,7 +601,7 @@ impl Driver for MetalDriver {
             self.check(dispatch, *pipeline)?;
         }
         if let Some(residency) = &mut self.residency {
-            residency.settle();
+            autoreleasepool(|_| residency.settle());
         }
         self.submissions += 1;
         self.commit(list)?;
@@ -622,8 +664,12 @@ impl Drop for MetalDriver {
             }
         };
         if !over {
-            // The device may still write there.
+            // Commands do not retain what they use, and the device may still be at them.
+            self.queue.abandon();
+            std::mem::forget(self.residency.take());
+            std::mem::forget(std::mem::take(&mut self.compiled.kernels));
             std::mem::forget(std::mem::take(&mut self.buffers));
+            std::mem::forget(self.staging.memory.buffer.clone());
         }
     }
 }

@@ -21,6 +21,19 @@ pub fn version(text: &str) -> Option<(u32, u32)> {
     Some((major, minor))
 }
 
+/// macOS's version, from what the system says it is and from its kernel's version. To a program that was made for older systems
+/// macOS tells a version that such programs understand (10.16, 16.0 for 26.0); the kernel's is always its own, and counts one
+/// less: 25.2 is that of 26.2.
+pub fn os_version(told: (u32, u32), kernel: Option<(u32, u32)>) -> (u32, u32) {
+    // No system has ever been called so.
+    let is_made_up = told >= (10, 16) && told.0 < 11 || (16..26).contains(&told.0);
+    match kernel {
+        Some((major, minor)) if is_made_up && major >= 25 => (major + 1, minor),
+        Some((major, minor)) if is_made_up && major >= 20 => (major - 9, minor),
+        _ => told,
+    }
+}
+
 /// The GPU's cores in what `ioreg -rc AGXAccelerator` prints.
 pub fn gpu_cores(text: &str) -> Option<u32> {
     let line = text.lines().find(|l| l.contains("\"gpu-core-count\""))?;
@@ -31,14 +44,15 @@ pub fn gpu_cores(text: &str) -> Option<u32> {
 impl System {
     /// Asks the kernel.
     pub fn read() -> Self {
-        let os = text(c"kern.osproductversion").as_deref().and_then(version);
+        let versions = [c"kern.osproductversion", c"kern.osrelease"];
+        let [told, kernel] = versions.map(|name| text(name).as_deref().and_then(version));
         let number = |name| bytes(name).map(|b| little_endian(&b));
         // Metal does not count cores; the registry does.
         let listed = std::process::Command::new("/usr/sbin/ioreg")
             .args(["-rc", "AGXAccelerator", "-d", "1"])
             .output();
         Self {
-            os: os.unwrap_or((0, 0)),
+            os: os_version(told.unwrap_or((0, 0)), kernel),
             memory: number(c"hw.memsize").unwrap_or(0),
             wired_limit: number(c"iogpu.wired_limit_mb").map(|n| n.saturating_mul(1 << 20)),
             gpu_cores: listed.ok().and_then(|o| gpu_cores(&String::from_utf8_lossy(&o.stdout))),
@@ -100,6 +114,26 @@ mod tests {
         ];
         for (text, want) in table {
             assert_eq!(version(text), want, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn made_up_versions_are_seen_through() {
+        let table = [
+            ((26, 2), Some((25, 2)), (26, 2)),
+            ((27, 1), Some((26, 1)), (27, 1)),
+            ((15, 5), Some((24, 5)), (15, 5)),
+            ((14, 7), None, (14, 7)),
+            ((16, 0), Some((25, 2)), (26, 2)),
+            ((16, 0), Some((26, 0)), (27, 0)),
+            ((10, 16), Some((23, 4)), (14, 4)),
+            ((10, 16), Some((25, 2)), (26, 2)),
+            ((16, 0), None, (16, 0)),
+            ((10, 15), Some((19, 6)), (10, 15)),
+            ((0, 0), Some((25, 2)), (0, 0)),
+        ];
+        for (told, kernel, want) in table {
+            assert_eq!(os_version(told, kernel), want, "{told:?} {kernel:?}");
         }
     }
 

@@ -2,6 +2,7 @@
 #![cfg(all(metal_soft, not(target_os = "macos")))]
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -69,12 +70,19 @@ struct Bench {
     buffer: Buffer,
     library: Retained<ProtocolObject<dyn MTLLibrary>>,
     device: Device,
-    soft: Soft,
+    soft: Arc<Soft>,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.set.removeAllAllocations();
+        self.set.commit();
+    }
 }
 
 impl Bench {
     fn new(caps: Caps) -> Self {
-        let soft = Soft::new(caps);
+        let soft = Arc::new(Soft::new(caps));
         let device = soft.device();
         let queue = device.newCommandQueueWithMaxCommandBufferCount(8).expect("a queue");
         let set = device
@@ -139,6 +147,12 @@ impl Bench {
     fn bind(&self, encoder: &Encoder) {
         bind(encoder, Some(&self.buffer), 0, 0);
         bytes(encoder, &[1u32, 64], 1);
+    }
+
+    /// Releases a buffer as a set wants it.
+    fn forget(&self, buffer: Buffer) {
+        self.set.removeAllocation(ProtocolObject::from_ref(&*buffer));
+        self.set.commit();
     }
 
     fn words(&self) -> Vec<u32> {
@@ -226,7 +240,8 @@ fn commands_run_and_nothing_stays() {
             std::slice::from_raw_parts(other.contents().as_ptr().cast::<u32>(), 64).to_vec()
         };
         assert_eq!((words[31], words[32], words[47], words[48]), (0, 4, 4, 0));
-        b.soft
+        b.forget(other);
+        b.soft.clone()
     };
     soft.wait_idle();
     let Counts { buffers, bytes, command_buffers, others, .. } = soft.counts();
@@ -404,9 +419,20 @@ fn released_too_early() {
         buffer
     };
     autoreleasepool(|_| {
+        // Nothing uses it, but the set still keeps its memory.
+        drop(new());
+        b.soft.expect(Rule::StillResident);
+        let target = new();
+        b.set.removeAllocation(ProtocolObject::from_ref(&*target));
+        drop(target);
+        b.soft.expect(Rule::StillResident);
+        b.forget(new());
+        assert!(b.soft.violations().is_empty());
+        // Gone before the commit, which the set does not know of.
         let target = new();
         let buffer = encoded(&target, &pipeline);
         drop(target);
+        b.soft.expect(Rule::StillResident);
         b.broke(b.finish(buffer), Rule::Released);
         let buffer = encoded(&b.buffer, &b.pipeline("add"));
         b.broke(b.finish(buffer), Rule::Released);
@@ -416,7 +442,7 @@ fn released_too_early() {
         let number = b.soft.committed();
         b.soft.hold(number..number + 1);
         buffer.commit();
-        drop(target);
+        b.forget(target);
         let next = b.queue.commandBufferWithUnretainedReferences().expect("a buffer");
         assert_eq!(b.finish(next), None);
         b.soft.expect(Rule::Released);
@@ -539,4 +565,5 @@ fn accesses_beside_the_bindings() {
     b.broke(run(1, 0, 0), Rule::OutOfBounds);
     b.broke(run(0, 1, 16), Rule::OutOfBounds);
     assert_eq!(run(0, 0, 0), None);
+    b.forget(other);
 }

@@ -48,8 +48,8 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "PART", requires = "self_test")]
     pub part: Vec<String>,
 
-    /// Measure at prompts and contexts of these lengths. Default: optimisations at 512 and 4096 tokens, frontiers at ten
-    /// lengths from 256 to 128K.
+    /// Measure at prompts and contexts of these lengths. Default: each optimisation of a GPU where it counts, from 512 tokens
+    /// to 128K, the CPU's at 512 and 4096, frontiers at ten lengths from 256 to 128K.
     #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = count, requires = "measure")]
     pub lengths: Vec<usize>,
 

@@ -7,7 +7,7 @@ mod slots;
 mod step;
 pub mod sweep;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use lily_device::{
@@ -77,6 +77,26 @@ pub(crate) fn memory_need(
     })
 }
 
+/// Compiles kernels, and checks that each runs in threadgroups of so many threads: a kernel of many registers may not.
+fn verify(
+    driver: &mut dyn Driver,
+    text: &Arc<Text>,
+    kernels: &BTreeMap<&'static str, u32>,
+) -> Result<(), DriverError> {
+    let names: Vec<&'static str> = kernels.keys().copied().collect();
+    let pipelines = driver.pipelines(text, &names)?;
+    for ((name, threads), pipeline) in kernels.iter().zip(pipelines) {
+        let most = driver.most_threads(pipeline);
+        if *threads > most {
+            return Err(DriverError::Compile {
+                device: driver.profile().name.clone(),
+                log: format!("{name}: {threads} threads a threadgroup are needed, {most} can run"),
+            });
+        }
+    }
+    Ok(())
+}
+
 impl GpuProgram {
     /// Uploads the weights and allocates everything else.
     pub(crate) fn new(
@@ -124,9 +144,8 @@ impl GpuProgram {
         let (arena_bytes, mut kernels) =
             recording.survey(&limits).map_err(PrepareError::Invalid)?;
         // What a device cannot compile or run is known before anything runs.
-        kernels.insert("finish_step");
-        let kernels: Vec<&'static str> = kernels.into_iter().collect();
-        driver.pipelines(&text, &kernels).map_err(refused)?;
+        kernels.entry("finish_step").or_insert(32);
+        verify(&mut *driver, &text, &kernels).map_err(refused)?;
         let arena = driver.allocate("scratch", arena_bytes, Placement::Device).map_err(refused)?;
         let slots = Slots::new(limits.slots, limits.pages);
         let weight_count = recording.plan().weights.len();

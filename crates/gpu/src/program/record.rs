@@ -1,6 +1,6 @@
 //! Records the dispatches of a kind of step.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use lily_device::Limits;
@@ -189,8 +189,12 @@ impl Recording {
         self.survey(limits).map(|(bytes, _)| bytes)
     }
 
-    /// Bytes of scratch that any step within the limits needs, and the kernels of such steps.
-    pub(super) fn survey(&self, limits: &Limits) -> Result<(u64, BTreeSet<&'static str>), String> {
+    /// Bytes of scratch that any step within the limits needs, and the kernels of such steps with the threads of their largest
+    /// threadgroups.
+    pub(super) fn survey(
+        &self,
+        limits: &Limits,
+    ) -> Result<(u64, BTreeMap<&'static str, u32>), String> {
         let context = crate::memory::context(limits).clamp(1, 1 << 31) as u32;
         let rows = (limits.rows as u32).max(1);
         let slots = (limits.slots as u32).clamp(1, rows);
@@ -208,7 +212,7 @@ impl Recording {
         );
         let decode = slots.min(StepShape::DECODE_ROWS);
         shapes.extend((1..=decode).map(|n| vec![1; n as usize]));
-        let (mut most, mut kernels) = (0, BTreeSet::new());
+        let (mut most, mut kernels) = (0, BTreeMap::new());
         for segments in shapes {
             let outputs = (segments.len() as u32).min(limits.outputs as u32);
             for head in [Head::Sample { greedy: false }, Head::Rows { first: 0 }] {
@@ -220,7 +224,10 @@ impl Recording {
                 let kind = Kind { shape, tables: 0, head };
                 let (list, bytes) = self.record_virtual(limits, &kind)?;
                 most = most.max(bytes);
-                kernels.extend(list.dispatches.iter().map(|d| d.kernel));
+                for d in &list.dispatches {
+                    let threads = kernels.entry(d.kernel).or_insert(0);
+                    *threads = d.threads.max(*threads);
+                }
             }
         }
         Ok((most.max(16), kernels))

@@ -65,13 +65,15 @@ impl Caps {
 /// What is made to go wrong. Command buffers are counted from the device's first commit on, from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The system kills this command buffer while it runs, for the display's sake; those committed behind it are discarded.
+    /// The system kills this command buffer while it runs, for the display's sake, and runs no other of its queue.
     Killed(u64),
-    /// This command buffer finds no memory.
+    /// This command buffer finds no memory; no other of its queue runs.
     OutOfMemory(u64),
+    /// From this command buffer on the system runs none of this program's, on whatever queue.
+    Revoked(u64),
     /// The device is gone when this command buffer would run, and stays so.
     Removed(u64),
-    /// This command buffer never ends.
+    /// From this command buffer on none ends.
     Silent(u64),
     /// The compiler refuses base libraries (language version below 4.0).
     Compile,
@@ -79,6 +81,8 @@ pub enum Fault {
     CompileTensor,
     /// No pipeline can be made of any function.
     Pipeline,
+    /// Kernels take so many registers that their threadgroups have at most 64 threads.
+    FewThreads,
     /// The results of tensor operations are wrong: matrix products of libraries of version 4.0 are off by some.
     WrongTensor,
 }

@@ -41,6 +41,8 @@ fn order(state: &State) -> MutexGuard<'_, Order> {
 
 /// `MTLCommandBufferError`: internal.
 const INTERNAL: isize = 1;
+/// Access revoked.
+const REVOKED: isize = 4;
 /// Out of memory.
 const OUT_OF_MEMORY: isize = 8;
 /// Invalid resource.
@@ -55,7 +57,7 @@ fn failure(code: isize, text: &str) -> Failure {
 /// Runs a command buffer and ends it.
 pub(crate) fn run(state: &Arc<State>, buffer: CommandBuffer) {
     let number = buffer.number;
-    if state.has_fault(Fault::Silent(number)) {
+    if (0..=number).any(|n| state.has_fault(Fault::Silent(n))) {
         // Nobody hears of it again.
         std::mem::forget(buffer);
         return;
@@ -88,22 +90,25 @@ pub(crate) fn run(state: &Arc<State>, buffer: CommandBuffer) {
     buffer.end([start, end], result);
 }
 
+const IGNORED: &str = "Ignored (for causing prior/excessive GPU errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)";
+
 /// What goes wrong with a command buffer.
 fn fault_of(state: &State, buffer: &CommandBuffer) -> Option<Failure> {
     let number = buffer.number;
     let queue = &buffer.of().queue;
-    let mut discarded = queue.discarded.lock().unwrap_or_else(PoisonError::into_inner);
     if (0..=number).any(|n| state.has_fault(Fault::Removed(n))) {
         return Some(failure(REMOVED, "the device was removed"));
     }
-    if number < *discarded {
-        let text = "Discarded (victim of GPU error/recovery) (00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)";
-        return Some(failure(INTERNAL, text));
+    if (0..=number).any(|n| state.has_fault(Fault::Revoked(n))) {
+        return Some(failure(REVOKED, IGNORED));
+    }
+    if queue.failed.load(Ordering::Acquire) {
+        return Some(failure(REVOKED, IGNORED));
     }
     let killed = state.has_fault(Fault::Killed(number));
     let starved = state.has_fault(Fault::OutOfMemory(number));
     if killed || starved {
-        *discarded = state.commits();
+        queue.failed.store(true, Ordering::Release);
     }
     if killed {
         let text = "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)";

@@ -2,8 +2,9 @@
 
 use std::alloc::Layout;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
+use super::rules::Rule;
 use super::state::State;
 
 /// Bytes of a page.
@@ -21,6 +22,8 @@ pub(crate) struct Region {
     /// Bytes that were allocated; 0 for memory of others.
     allocated: usize,
     released: AtomicBool,
+    /// Residency sets that keep it, as they were committed last.
+    keepers: AtomicUsize,
     state: Arc<State>,
 }
 
@@ -62,7 +65,9 @@ impl Region {
     fn keep(state: &Arc<State>, base: *mut u8, bytes: usize, allocated: usize) -> Arc<Self> {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
         let released = AtomicBool::new(false);
-        let region = Arc::new(Self { id, base, bytes, allocated, released, state: state.clone() });
+        let (keepers, state_of) = (AtomicUsize::new(0), state.clone());
+        let region = Self { id, base, bytes, allocated, released, keepers, state: state_of };
+        let region = Arc::new(region);
         state.regions(|regions| regions.push(Arc::downgrade(&region)));
         region
     }
@@ -70,8 +75,20 @@ impl Region {
     /// The buffer's last reference is gone.
     pub fn release(&self) {
         if !self.released.swap(true, Ordering::AcqRel) {
+            if self.keepers.load(Ordering::Acquire) > 0 {
+                let what = format!("buffer {} of {} bytes was released", self.id, self.bytes);
+                self.state.violated(Rule::StillResident, what);
+            }
             self.state.give(self.bytes);
         }
+    }
+
+    /// A residency set that keeps it was committed, or another one without it.
+    pub fn is_kept(&self, kept: bool) {
+        match kept {
+            true => self.keepers.fetch_add(1, Ordering::AcqRel),
+            false => self.keepers.fetch_sub(1, Ordering::AcqRel),
+        };
     }
 
     pub fn is_released(&self) -> bool {

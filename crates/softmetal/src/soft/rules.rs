@@ -37,6 +37,8 @@ pub enum Rule {
     ResidencySets,
     /// What a command buffer without retained references uses is released after it has completed.
     Released,
+    /// A buffer is taken out of a residency set, and the set committed, before it is released: the set keeps its memory.
+    StillResident,
     /// The language version is set; a text's features are of that version.
     LanguageVersion,
     /// Kernels need exact arithmetic: fast math is off.

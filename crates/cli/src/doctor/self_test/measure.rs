@@ -12,16 +12,14 @@ use lily_engine::Machine;
 use lily_model::Precision;
 use serde_json::{Value, json};
 
+use super::ablation::Piece;
 use super::jobs::{Deadline, Pieces, run, run_json};
-use super::{Outcome, Part, Progress, driver};
+use super::{Outcome, Part, Progress, ablation, driver};
 use crate::bench::ablate;
 use crate::doctor::DoctorArgs;
 use crate::model::open_checkpoint;
 use crate::options::{ComputeArgs, DeviceName};
 use crate::output::bytes;
-
-/// Prompt and context lengths at which switches are measured: short, middling, and where attention counts.
-const SWITCH_LENGTHS: &[usize] = &[512, 4096];
 
 /// Tokens that a decode measurement adds to its context.
 const DECODE_TOKENS: usize = 64;
@@ -46,7 +44,7 @@ fn layers(memory: u64) -> u16 {
 }
 
 /// `512,4096`.
-fn list(lengths: &[usize]) -> String {
+pub fn list(lengths: &[usize]) -> String {
     lengths.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
 }
 
@@ -89,7 +87,11 @@ fn ratios(switch: &Value) -> Option<String> {
     };
     let points = switch["measured"]["points"].as_array()?;
     let all: Vec<String> = points.iter().filter_map(ratio).collect();
-    Some(format!("without {}: {}", switch["switch"].as_str()?, all.join(", ")))
+    let published = switch["published"].as_f64();
+    let published = published.map_or_else(String::new, |effect| {
+        format!(" (the original on Apple silicon: {effect:+.1} %)")
+    });
+    Some(format!("without {}: {}{published}", switch["switch"].as_str()?, all.join(", ")))
 }
 
 impl Measure {
@@ -156,22 +158,31 @@ impl Measure {
         (!there).then(|| Part::left_out("there is no checkpoint to measure with"))
     }
 
-    /// What each optimisation is worth: a run each.
+    /// What each optimisation is worth: a run for each and each length.
     pub fn ablation(&self, progress: &mut Progress) -> anyhow::Result<Part> {
         if let Some(part) = self.missing() {
             return Ok(part);
         }
-        let lengths = match &self.lengths[..] {
-            [] => list(SWITCH_LENGTHS),
-            lengths => list(lengths),
-        };
         let names = ablate::names(&ComputeArgs::on(self.device));
-        let switches = names.into_iter().map(|name| (name.to_owned(), name)).collect();
-        let one = |name: &&str, left| {
-            let n = lengths.as_str();
-            let args = ["ablate", "--switch", *name, "--prefill", n, "--decode", n];
+        let mma = driver(self.device)?.is_some_and(|d| d.profile().mma);
+        let mut pieces = ablation::pieces(self.device, names, &self.lengths, mma);
+        let most = self.most()?;
+        pieces.retain_mut(|piece| piece.fits(most.saturating_sub(DECODE_TOKENS)));
+        let switches = pieces.into_iter().map(|piece| (piece.name(), piece)).collect();
+        let one = |piece: &Piece, left| {
+            let lengths = [("--prefill", &piece.prefill), ("--decode", &piece.decode)]
+                .map(|(option, lengths)| (option, list(lengths)));
+            let mut args = vec!["ablate", "--switch", piece.switch];
+            for (option, lengths) in lengths.iter().filter(|(_, l)| !l.is_empty()) {
+                args.extend([*option, lengths.as_str()]);
+            }
+            args.extend(piece.without.iter().flat_map(|other| ["--without", *other]));
             let found = self.bench(&args, left)?;
-            Ok(found.map(|mut f| f["switches"][0].take()))
+            Ok(found.map(|mut f| {
+                let mut found = f["switches"][0].take();
+                found["published"] = json!(piece.published);
+                found
+            }))
         };
         let pieces = Pieces::run(self.deadline(), switches, one, |so_far| {
             progress.found(json!({ "switches": so_far.done, "failures": so_far.failures }))
@@ -179,11 +190,16 @@ impl Measure {
         Ok(part(pieces, "switches", ratios))
     }
 
+    /// Tokens that the model was made for.
+    fn most(&self) -> anyhow::Result<usize> {
+        let model = lily_model::load(&open_checkpoint(Some(&self.folder))?, Precision::Standard)?;
+        Ok(model.config.max_position_embeddings)
+    }
+
     /// Lengths that the model was made for.
     fn frontier(&self) -> anyhow::Result<Vec<usize>> {
         let asked = if self.lengths.is_empty() { &LENGTHS[..] } else { &self.lengths };
-        let model = lily_model::load(&open_checkpoint(Some(&self.folder))?, Precision::Standard)?;
-        let most = model.config.max_position_embeddings;
+        let most = self.most()?;
         Ok(asked.iter().copied().filter(|n| n + DECODE_TOKENS < most).collect())
     }
 
@@ -221,7 +237,19 @@ impl Measure {
 
 #[cfg(test)]
 mod tests {
-    use super::layers;
+    use super::*;
+
+    #[test]
+    fn an_effect_stands_beside_the_published_one() {
+        let point =
+            json!({ "phase": "decode", "length": 32_768, "engines": [{}, { "ratio": 1.198 }] });
+        let mut switch = json!({ "switch": "pack_heads", "measured": { "points": [point] } });
+        assert_eq!(ratios(&switch).unwrap(), "without pack_heads: decode 32768 +19.8 %");
+        switch["published"] = json!(23.8);
+        let want =
+            "without pack_heads: decode 32768 +19.8 % (the original on Apple silicon: +23.8 %)";
+        assert_eq!(ratios(&switch).unwrap(), want);
+    }
 
     #[test]
     fn layers_fit_into_half_of_the_memory() {

@@ -1,5 +1,6 @@
 //! `lily doctor --self-test`: whether a device computes what it should, in one report.
 
+mod ablation;
 mod demo;
 mod jobs;
 mod measure;

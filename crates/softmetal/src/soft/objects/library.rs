@@ -176,11 +176,15 @@ pub(super) fn pipeline(state: &Arc<State>, function: &SoftFunction) -> Result<Pi
         return Err("Compute function exceeds available registers: a fault was injected".into());
     }
     let Function { library, tensors, name, signature, alive } = function.ivars();
+    let mut signature = *signature;
+    if state.has_fault(Fault::FewThreads) {
+        signature.max_threads = signature.max_threads.min(64);
+    }
     let kernel = KernelOf {
         library: library.clone(),
         tensors: *tensors,
         name: name.clone(),
-        signature: *signature,
+        signature,
         released: AtomicBool::new(false),
     };
     Ok(Pipeline { kernel: Arc::new(kernel), _alive: Alive::new(&alive.state, Kind::Other) })

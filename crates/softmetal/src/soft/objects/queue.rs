@@ -1,7 +1,7 @@
 //! Queues, fences, residency sets.
 
-use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use objc2::rc::Retained;
@@ -11,6 +11,7 @@ use objc2::{DefinedClass, define_class};
 use super::command::{Committed, SoftCommandBuffer};
 use super::device::SoftBuffer;
 use super::{make, raw};
+use crate::soft::memory::Region;
 use crate::soft::rules::Rule;
 use crate::soft::state::{Alive, Kind, State};
 
@@ -46,8 +47,22 @@ impl Fence {
 /// Buffers that are asked to be resident: those added, and those that were when the set was committed last.
 #[derive(Default)]
 struct Members {
-    added: HashSet<u64>,
-    committed: HashSet<u64>,
+    added: HashMap<u64, Arc<Region>>,
+    committed: HashMap<u64, Arc<Region>>,
+}
+
+impl Members {
+    fn commit(&mut self) {
+        self.added.values().for_each(|r| r.is_kept(true));
+        self.committed.values().for_each(|r| r.is_kept(false));
+        self.committed = self.added.clone();
+    }
+}
+
+impl Drop for Members {
+    fn drop(&mut self) {
+        self.committed.values().for_each(|r| r.is_kept(false));
+    }
 }
 
 #[derive(Clone)]
@@ -73,7 +88,8 @@ define_class!(
     impl SoftSet {
         #[unsafe(method(addAllocation:))]
         fn add(&self, buffer: &SoftBuffer) {
-            lock(&self.ivars().members).added.insert(buffer.ivars().region.id);
+            let region = buffer.ivars().region.clone();
+            lock(&self.ivars().members).added.insert(region.id, region);
         }
 
         #[unsafe(method(removeAllocation:))]
@@ -88,8 +104,7 @@ define_class!(
 
         #[unsafe(method(commit))]
         fn commit(&self) {
-            let mut members = lock(&self.ivars().members);
-            members.committed = members.added.clone();
+            lock(&self.ivars().members).commit();
         }
 
         #[unsafe(method(requestResidency))]
@@ -108,8 +123,8 @@ pub(crate) struct Shared {
     /// Command buffers that were made and are not over.
     pub open: AtomicUsize,
     _alive: Alive,
-    /// After one was killed, those below this number are discarded.
-    pub discarded: Mutex<u64>,
+    /// After one was killed, the queue runs no other.
+    pub failed: AtomicBool,
 }
 
 // SAFETY: residency sets may be asked for their members on any thread: they lie behind a lock.
@@ -121,7 +136,9 @@ impl Shared {
     /// Buffers that are resident for what is committed now; `None` if the queue has no set.
     pub fn residents(&self) -> Option<HashSet<u64>> {
         let sets = lock(&self.sets);
-        let members = |s: &Retained<SoftSet>| lock(&s.ivars().members).committed.clone();
+        let members = |s: &Retained<SoftSet>| -> Vec<u64> {
+            lock(&s.ivars().members).committed.keys().copied().collect()
+        };
         (!sets.is_empty()).then(|| sets.iter().flat_map(members).collect())
     }
 
@@ -180,6 +197,6 @@ pub(super) fn new_queue(state: &Arc<State>, most: usize) -> *mut SoftQueue {
         most,
         open: AtomicUsize::new(0),
         _alive: Alive::new(state, Kind::Other),
-        discarded: Mutex::default(),
+        failed: AtomicBool::new(false),
     }))
 }
