@@ -18,6 +18,8 @@ FN void gemm_rows(Kind kind, const DEVICE uint *slab, const DEVICE bf16 *x, cons
   run_tile(kind, !tail, a, weight_rows(slab, p.w, 0, col), e, p.w.cols, mem, tid, lane, simd);
 }
 
+#define GEMM_OPERANDS IN(0, uint, slab), IN(1, bf16, x), IN(2, float, residual), OUT(3, uint, out), ARGS(4, GemmArgs, p)
+
 #ifndef K_CUDA
 template <uint N, uint F> struct SimdgroupTile { enum { COLUMNS = N }; };
 template <uint N, uint F> FN uint large_rows(SimdgroupTile<N, F>) { return TILE_LARGE; }
@@ -31,7 +33,7 @@ FN void run_tile(SimdgroupTile<N, F>, bool large, A a, B w, E e, uint cols, TG u
 
 #define GEMM_WORDS(N) (TILE_WORDS(TILE_LARGE, N) > TILE_WORDS(16, N) ? TILE_WORDS(TILE_LARGE, N) : TILE_WORDS(16, N))
 #define GEMM(name, F, N) \
-  KERNEL(name, 128, IN(0, uint, slab), IN(1, bf16, x), IN(2, float, residual), OUT(3, uint, out), ARGS(4, GemmArgs, p)) \
+  KERNEL(name, 128, GEMM_OPERANDS) \
   { \
     SHARED(uint, mem, GEMM_WORDS(N)); \
     gemm_rows(SimdgroupTile<N, F>(), slab, x, residual, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \

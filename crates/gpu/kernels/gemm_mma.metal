@@ -177,7 +177,7 @@ FN void run_tile(UnitTile<N, F, SKIP>, bool, A a, B w, E e, uint cols, TG uint *
 }
 
 #define GEMM_MMA(name, F, N) \
-  KERNEL(name, 128, IN(0, uint, slab), IN(1, bf16, x), IN(2, float, residual), OUT(3, uint, out), ARGS(4, GemmArgs, p)) \
+  KERNEL(name, 128, GEMM_OPERANDS) \
   { \
     SHARED_48K(uint, mem, UNIT_WORDS(N)); \
     gemm_rows(UnitTile<N, F, N == 32 ? 16 : 64>(), slab, x, residual, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
@@ -191,8 +191,7 @@ GEMM_MMA(gemm_mma_bf16_n32, BF16, 32)
 GEMM_MMA(gemm_mma_any_n32, ANY_FORMAT, 32)
 
 #define EXPERTS_IN_MMA(name, F, N) \
-  KERNEL(name, 128, IN(0, uint, gate), IN(1, uint, up), IN(2, bf16, x), IN(3, uint, order), IN(4, uint, blocks), OUT(5, bf16, out), \
-         ARGS(6, ExpertsInArgs, p)) \
+  KERNEL(name, 128, EXPERTS_IN_OPERANDS) \
   { \
     SHARED_48K(uint, mem, UNIT_WORDS(N)); \
     experts_in_rows(UnitTile<N, F, 32>(), gate, up, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
@@ -202,7 +201,7 @@ EXPERTS_IN_MMA(experts_in_mma_q8, Q8, 64)
 EXPERTS_IN_MMA(experts_in_mma_any, ANY_FORMAT, 64)
 
 #define EXPERTS_OUT_MMA(name, F, N) \
-  KERNEL(name, 128, IN(0, uint, down), IN(1, bf16, x), IN(2, uint, order), IN(3, uint, blocks), OUT(4, bf16, out), ARGS(5, ExpertsOutArgs, p)) \
+  KERNEL(name, 128, EXPERTS_OUT_OPERANDS) \
   { \
     SHARED_48K(uint, mem, UNIT_WORDS(N)); \
     experts_out_rows(UnitTile<N, F, 32>(), down, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \

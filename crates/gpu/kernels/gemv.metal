@@ -172,12 +172,14 @@ template <bool WIDE, uint R, uint M, uint TILE> FN void gemv(const DEVICE uint *
   }
 }
 
+#define GEMV_OPERANDS                                                                                                  \
+  IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2),     \
+  OUT(6, uint, out3), OUT(7, uint, out4), OUT(8, uint, out5), IN(9, float, residual), OUT(10, uint, normed), ARGS(11, GemvArgs, p)
+
 // M rows of x at most, R rows of weights a lane, TILE columns of x at a time, as f32 if WIDE. Threadgroups have 256 threads at
 // most; twice as many are declared, so that compilers leave registers for two threadgroups a core.
 #define GEMV(name, WIDE, M, R, TILE)                                                                                   \
-  KERNEL(name, 512, IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2), \
-         OUT(6, uint, out3), OUT(7, uint, out4), OUT(8, uint, out5), IN(9, float, residual), OUT(10, uint, normed),         \
-         ARGS(11, GemvArgs, p))                                                                                           \
+  KERNEL(name, 512, GEMV_OPERANDS)                                                                                     \
   {                                                                                                                    \
     SHARED(uint, tile, M * TILE / (WIDE ? 1 : 2));                                                                     \
     SHARED(float, sums, M * TILE / 8);                                                                                 \

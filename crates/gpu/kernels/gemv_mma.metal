@@ -286,9 +286,7 @@ template <uint F, bool ONE, bool STAGED, bool DEEP> FN void gemv_mma_blocks(cons
 // Bound as gemv.metal's kernels are. ROWS of x at most, COLS columns in threadgroup memory. A core's registers
 // are enough for THREADS: three threadgroups, of the deep one two, of the wide one, which is one wave where it is wanted, one.
 #define GEMV_MMA(name, THREADS, ROWS, COLS, DEEP)                                                                      \
-  KERNEL(name, THREADS, IN(0, uint, x), IN(1, uint, norm), IN(2, uint, slab), OUT(3, uint, out0), OUT(4, uint, out1), OUT(5, uint, out2), \
-         OUT(6, uint, out3), OUT(7, uint, out4), OUT(8, uint, out5), IN(9, float, residual), OUT(10, uint, normed),         \
-         ARGS(11, GemvArgs, p))                                                                                           \
+  KERNEL(name, THREADS, GEMV_OPERANDS)                                                                                 \
   {                                                                                                                    \
     static_assert(mma_words(ROWS, COLS) + (DEEP ? deep_words(ROWS) : 0) <= LARGE_##name, "text::LARGE_MEMORY");        \
     SHARED_LARGE(uint, memory, LARGE_##name);                                                                          \

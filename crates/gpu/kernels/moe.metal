@@ -30,10 +30,10 @@ FN void experts_in_rows(Kind kind, const DEVICE uint *gate, const DEVICE uint *u
   run_tile(kind, b.large != 0, a, w, e, p.gate.cols, mem, tid, lane, simd);
 }
 
+#define EXPERTS_IN_OPERANDS IN(0, uint, gate), IN(1, uint, up), IN(2, bf16, x), IN(3, uint, order), IN(4, uint, blocks), OUT(5, bf16, out), ARGS(6, ExpertsInArgs, p)
 #ifndef K_CUDA
 #define EXPERTS_IN(name, F) \
-  KERNEL(name, 128, IN(0, uint, gate), IN(1, uint, up), IN(2, bf16, x), IN(3, uint, order), IN(4, uint, blocks), OUT(5, bf16, out), \
-         ARGS(6, ExpertsInArgs, p)) \
+  KERNEL(name, 128, EXPERTS_IN_OPERANDS) \
   { \
     SHARED(uint, mem, TILE_WORDS(32, 64)); \
     experts_in_rows(SimdgroupTile<64, F>(), gate, up, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \
@@ -59,9 +59,10 @@ FN void experts_out_rows(Kind kind, const DEVICE uint *down, const DEVICE bf16 *
   run_tile(kind, b.large != 0, a, w, e, p.down.cols, mem, tid, lane, simd);
 }
 
+#define EXPERTS_OUT_OPERANDS IN(0, uint, down), IN(1, bf16, x), IN(2, uint, order), IN(3, uint, blocks), OUT(4, bf16, out), ARGS(5, ExpertsOutArgs, p)
 #ifndef K_CUDA
 #define EXPERTS_OUT(name, F) \
-  KERNEL(name, 128, IN(0, uint, down), IN(1, bf16, x), IN(2, uint, order), IN(3, uint, blocks), OUT(4, bf16, out), ARGS(5, ExpertsOutArgs, p)) \
+  KERNEL(name, 128, EXPERTS_OUT_OPERANDS) \
   { \
     SHARED(uint, mem, TILE_WORDS(32, 64)); \
     experts_out_rows(SimdgroupTile<64, F>(), down, x, order, blocks, out, p, mem, k_group.x, k_group.y, k_thread.x, k_lane, k_simd); \

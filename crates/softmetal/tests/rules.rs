@@ -471,6 +471,19 @@ fn libraries() {
     let swapped = text.replace("ARGS(2, AddArgs, p)", "ARGS(3, AddArgs, p)");
     assert!(compile(&swapped, &options(v3, true)).is_err());
     soft.expect(Rule::KernelIndices);
+    // Likewise where they stand in a define of their own.
+    let list = "OUT(0, uint, y), IN(1, uint, x), ARGS(2, AddArgs, p)";
+    let apart = |list: &str| {
+        let define = format!("#define BESIDE_OPERANDS {list}\nKERNEL(beside, 64, BESIDE_OPERANDS)");
+        text.replace(
+            "KERNEL(beside, 64, OUT(0, uint, y), IN(1, uint, x), ARGS(2, AddArgs, p))",
+            &define,
+        )
+    };
+    assert_ne!(apart(list), text);
+    compile(&apart(list), &options(v3, true)).expect("it compiles");
+    assert!(compile(&apart(&list.replace("ARGS(2", "ARGS(3")), &options(v3, true)).is_err());
+    soft.expect(Rule::KernelIndices);
     // A mistake in the text is the compiler's log, no violation.
     let log = compile(&text.replace("y[i] * 3u", "z[i]"), &options(v3, true)).expect_err("no z");
     assert!(log.contains('z'), "{log}");

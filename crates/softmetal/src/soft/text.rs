@@ -33,7 +33,9 @@ pub fn host_text(source: &str) -> Result<String, String> {
 /// Kernels whose parameters are not at 0, 1, …: the emulator goes by their order, Metal by their indices.
 pub(crate) fn misplaced(source: &str) -> Option<String> {
     let body = source.find(REST).map_or(source, |at| &source[at..]);
-    for kernel in body.split(" KERNEL(").flat_map(|part| part.split("\nKERNEL(")).skip(1) {
+    // Parameters of several kernels stand in a define of their own, NAME_OPERANDS.
+    let kernels = body.split(" KERNEL(").flat_map(|part| part.split("\nKERNEL("));
+    for kernel in kernels.flat_map(|part| part.split("_OPERANDS ")).skip(1) {
         let name = kernel.split(',').next().unwrap_or_default();
         let parameters = &kernel[..kernel.find('{').unwrap_or(kernel.len())];
         let words: Vec<&str> = parameters.split(['(', ',', ' ', '\n']).collect();
