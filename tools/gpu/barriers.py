@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Takes each barrier out of each kernel, one at a time, and shows that a test sees it.
+"""Takes each barrier and each wait for copies out of each kernel, one at a time, and shows that a test sees it.
 
 usage: barriers.py [--only TEXT] [--jobs N] [--table FILE]     leaves each out; --table renews the section of FILE between its marks
        barriers.py --check FILE                                whether that section names the barriers that there are: runs nothing
@@ -58,21 +58,25 @@ def binaries():
 
 
 def barriers():
-    """File, line and name of each: its function and which of it, so that a name outlives other changes."""
+    """File, line and name of each, waits for copies too: its function and which of it, so that a name outlives other changes."""
     for path in sorted(glob.glob(os.path.join(KERNELS, "*"))):
         file = os.path.basename(path)
         if file.startswith("platform_"):
             continue
-        function, count = "", 0
+        function, count, waits = "", 0, 0
         with open(path) as text:
             for number, line in enumerate(text, 1):
                 code = line.partition("//")[0]
                 head = re.search(r"\bFN\s[\w\s*]*?(\w+)\(|^\s*KERNEL\((\w+)", code)
                 if head:
-                    function, count = head[1] or head[2], 0
+                    function, count, waits = head[1] or head[2], 0, 0
                 if re.search(r"tg_barrier\(\)|simd_fence\(\)", code):
                     count += 1
                     yield file, number, f"{file}: {function}, {count}"
+                # What makes flash_wait of copy_wait is no place of its own.
+                if re.search(r"(copy|flash)_wait\(\);", code) and function != "flash_wait":
+                    waits += 1
+                    yield file, number, f"{file}: {function}, wait {waits}"
 
 
 def outcome(executable, fault, case, sanitizer):
@@ -134,7 +138,7 @@ def check(file):
     named = set(re.findall(r"^\| `([^`]+)` \|", section(file)[1], re.MULTILINE))
     wrong = [f"{name}: not in the table" for name in sorted(there - named)]
     wrong += [f"{name}: in the table, but not in the kernels" for name in sorted(named - there)]
-    print(f"{len(there & named)} barriers are in the table of {file}")
+    print(f"{len(there & named)} barriers and waits are in the table of {file}")
     sys.exit("\n".join(wrong + ["run tools/gpu/barriers.py --table " + file]) if wrong else 0)
 
 
@@ -167,7 +171,7 @@ def main():
         lines.update({row[0]: "| " + " | ".join(row) + " |" for row in rows})
         kept = [lines[f"`{name}`"] for _, _, name in barriers() if f"`{name}`" in lines]
         with open(arguments.table, "w") as text:
-            text.write(before + "| barrier: file, function, which of it | without it | test | run |\n|---|---|---|---|\n")
+            text.write(before + "| barrier, or wait for copies: file, function, which of it | without it | test | run |\n|---|---|---|---|\n")
             text.write("\n".join(kept) + "\n" + behind)
     missed = [row[0] for row in rows if row[1] == "NOT SEEN"]
     sys.exit(f"no test misses: {', '.join(missed)}" if missed else 0)

@@ -24,7 +24,7 @@ pub fn opener() -> Open {
 }
 
 /// The host as a device with `mma.sync` and `wgmma`.
-fn units() -> Options {
+pub fn units() -> Options {
     let mut options = Options::default();
     (options.profile.mma, options.profile.wgmma, options.profile.cores) = (true, true, 132);
     options.profile.threadgroup_memory = 48 << 10;

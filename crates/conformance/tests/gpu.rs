@@ -271,6 +271,14 @@ fn demo_perplexity_stays_near_mlx_lm() {
         100.0 * agreement
     );
     assert_eq!(count, 3 * 192);
-    assert!((ratio - 1.0).abs() <= 0.002, "perplexity ratio {ratio}");
+    // No further than mlx-lm's own run in bf16 with sums in f32.
+    let own = golden["bf16_f32acc"]["perplexity_ratio"].as_f64().expect("a number");
+    assert!(((own - 1.0).abs() - lily_demo::PERPLEXITY_BOUND).abs() < 5e-6, "{own}");
+    // Other kernels sum in other orders.
+    let bound = match std::env::var_os("LILY_GPU") {
+        None => lily_demo::PERPLEXITY_BOUND,
+        Some(_) => lily_demo::PERPLEXITY_BOUND_ANY_ORDER,
+    };
+    assert!((ratio - 1.0).abs() <= bound, "perplexity ratio {ratio}, bound {bound}");
     assert!(agreement >= 0.97, "top-1 agreement {agreement}");
 }

@@ -297,6 +297,10 @@ impl Device for FaultyDevice {
         self.inner.overlaps()
     }
 
+    fn few_rows(&self) -> Option<usize> {
+        self.inner.few_rows()
+    }
+
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {
         self.inner.memory(plan, limits)
     }

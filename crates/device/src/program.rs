@@ -116,6 +116,13 @@ pub trait Device: Send + Sync {
         false
     }
 
+    /// Rows up to which a step runs in another form than with more, if there is such a number: then what a segment comes
+    /// to hangs, by roundings, on what it shares the step with. It does not where a step has either segments of one token, at most
+    /// so many; or one segment of at most so many tokens; or segments that are all longer.
+    fn few_rows(&self) -> Option<usize> {
+        None
+    }
+
     /// Bytes that [`prepare`](Self::prepare) would allocate.
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed;
 

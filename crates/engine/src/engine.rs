@@ -71,6 +71,7 @@ pub struct Engine {
     options: EngineOptions,
     budget: Budget,
     overlaps: bool,
+    few_rows: Option<usize>,
     free: Vec<SlotId>,
     returned: Returned,
     /// Steps that the device has, in order.
@@ -141,6 +142,7 @@ impl Engine {
             options,
             budget,
             overlaps: device.overlaps(),
+            few_rows: device.few_rows(),
             free: (0..options.slots as u32).rev().map(SlotId).collect(),
             returned: Returned::default(),
             flights: VecDeque::new(),
@@ -217,6 +219,11 @@ impl Engine {
     /// Whether two steps in flight save time on this device.
     pub fn overlaps(&self) -> bool {
         self.overlaps
+    }
+
+    /// The rule that steps have to keep so that a session's results are its own: [`Device::few_rows`].
+    pub fn few_rows(&self) -> Option<usize> {
+        self.few_rows
     }
 
     /// Steps that [`generate`](Self::generate) keeps in flight: two where they save time and one can be taken

@@ -215,15 +215,14 @@ FN void run_tile(WideTile<WARPS, GROUPS>, bool, A a, B w, E e, uint cols, TG uin
 #define GEMM_WGMMA_TILE(WARPS, GROUPS)
 #endif
 #define GEMM_WGMMA(name, THREADS, WARPS, GROUPS) \
-  KERNEL(name, THREADS, IN(0, uint, slab), IN(1, bf16, x), IN(2, float, residual), OUT(3, uint, out), ARGS(4, GemmArgs, p)) \
+  KERNEL(name, THREADS, GEMM_OPERANDS) \
   { \
     GEMM_WGMMA_TILE(WARPS, GROUPS) \
   }
 GEMM_WGMMA(gemm_wgmma_q4_n256, 256, 2, 2)
 GEMM_WGMMA(gemm_wgmma_q4_n64, 128, 1, 1)
 
-KERNEL(experts_in_wgmma_q4, 256, IN(0, uint, gate), IN(1, uint, up), IN(2, bf16, x), IN(3, uint, order), IN(4, uint, blocks), OUT(5, bf16, out),
-       ARGS(6, ExpertsInArgs, p))
+KERNEL(experts_in_wgmma_q4, 256, EXPERTS_IN_OPERANDS)
 {
 #ifdef K_WGMMA
   SHARED_LARGE(uint, mem, WIDE_WORDS);
@@ -231,7 +230,7 @@ KERNEL(experts_in_wgmma_q4, 256, IN(0, uint, gate), IN(1, uint, up), IN(2, bf16,
 #endif
 }
 
-KERNEL(experts_out_wgmma_q4, 256, IN(0, uint, down), IN(1, bf16, x), IN(2, uint, order), IN(3, uint, blocks), OUT(4, bf16, out), ARGS(5, ExpertsOutArgs, p))
+KERNEL(experts_out_wgmma_q4, 256, EXPERTS_OUT_OPERANDS)
 {
 #ifdef K_WGMMA
   SHARED_LARGE(uint, mem, WIDE_WORDS);

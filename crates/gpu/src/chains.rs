@@ -28,30 +28,27 @@ pub fn group(
     group: &Group,
     ops: &[&Op],
 ) -> Result<bool, String> {
+    r.op = group.chain().unwrap_or(r.op);
     match group {
         Group::Op(_) => Ok(false),
         Group::Projections { norm, linears, gated, keeps_norm } => {
             let norm = operation!(ops, *norm, RmsNorm);
-            r.op = "norm + projections";
             projections(r, c, b, norm, linears, *gated, *keeps_norm, ops)
         }
         Group::ConvPrep { conv, norm, gates } => {
             let conv = operation!(ops, *conv, CausalConv);
             let norm = operation!(ops, *norm, QkL2Norm);
             let gates = operation!(ops, *gates, DeltaGates);
-            r.op = "convolution + norm + gates";
             conv_prep(r, c, b, conv, norm, gates)
         }
         Group::ScanNorm { scan, norm } => {
             let scan = operation!(ops, *scan, DeltaScan);
             let norm = operation!(ops, *norm, GatedRmsNorm);
-            r.op = "delta scan + norm";
             scan_norm(r, c, b, scan, norm)
         }
         Group::GatedAttention { attention, gate } => {
             let attention = operation!(ops, *attention, Attention);
             let gate = operation!(ops, *gate, AttentionGate);
-            r.op = "attention + gate";
             let attend = Attend {
                 q: b.value(attention.q),
                 heads: attention.heads as u32,
@@ -66,14 +63,12 @@ pub fn group(
         Group::ProjectAdd { linear, add } => {
             let linear = operation!(ops, *linear, Linear);
             let add = operation!(ops, *add, Add);
-            r.op = "projection + residual";
             project_add(r, c, b, linear, add)
         }
         Group::ExpertsOut { experts, shared, combine } => {
             let experts = operation!(ops, *experts, ExpertsOut);
             let shared = operation!(ops, *shared, Linear);
             let combine = operation!(ops, *combine, MoeCombine);
-            r.op = "experts out + shared + residual";
             experts_out(r, c, b, experts, shared, combine)
         }
     }

@@ -7,6 +7,7 @@ use lily_ops::{Case, CaseOutputs, Plan};
 
 use crate::driver::{Driver, DriverError};
 use crate::evaluate::{EvaluateError, evaluate};
+use crate::kernels::common::StepShape;
 use crate::profile::Profile;
 use crate::program::{GpuProgram, memory_need};
 use crate::tuning::Tuning;
@@ -60,6 +61,11 @@ impl Device for GpuDevice {
     /// Not where the host chooses each token: its next step waits for it.
     fn overlaps(&self) -> bool {
         self.tuning.token_handoff
+    }
+
+    /// Decode kernels and products by vectors take so many; the rest goes by tiles.
+    fn few_rows(&self) -> Option<usize> {
+        Some(StepShape::DECODE_ROWS as usize)
     }
 
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {

@@ -63,6 +63,19 @@ pub enum Group {
 }
 
 impl Group {
+    /// What its dispatches are told as if fused kernels run it; `None`: as its operation.
+    pub fn chain(&self) -> Option<&'static str> {
+        Some(match self {
+            Self::Op(_) => return None,
+            Self::Projections { .. } => "norm + projections",
+            Self::ConvPrep { .. } => "convolution + norm + gates",
+            Self::ScanNorm { .. } => "delta scan + norm",
+            Self::GatedAttention { .. } => "attention + gate",
+            Self::ProjectAdd { .. } => "projection + residual",
+            Self::ExpertsOut { .. } => "experts out + shared + residual",
+        })
+    }
+
     /// Its operations.
     pub fn nodes(&self) -> Vec<usize> {
         match self {

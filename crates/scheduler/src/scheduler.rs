@@ -39,7 +39,8 @@ pub struct SchedulerOptions {
     /// when a later prompt departs anywhere. It doubles until a prompt has no more than eight. 0 keeps none. Where
     /// a device cannot keep states inside a step, steps end there: a multiple of 32 suits devices with matrix units.
     pub stride: usize,
-    /// Whether a step may decode some requests and compute others' prompts; else the two alternate.
+    /// Whether a step may decode some requests and compute others' prompts; else the two alternate, as they do on every device
+    /// whose results would hang on it.
     pub mixed: bool,
     /// Wait before a lost device is opened again; doubled each time until a step succeeds, up to 32 times.
     pub backoff: Duration,

@@ -17,6 +17,7 @@ use crate::scheduler::{Factory, SchedulerOptions};
 use crate::shared::{Counters, Shared};
 
 mod admission;
+mod composition;
 mod steps;
 
 /// Doublings of the backoff.
@@ -79,8 +80,10 @@ pub(crate) struct Worker {
     last_landing: Instant,
     /// The number of the job whose prompt was computed last.
     last_prompt: u64,
-    /// Whether the last step computed prompts, where steps do either.
-    prompts_last: bool,
+    /// Steps of single tokens since the last one that computed prompts, where steps do either.
+    singles: usize,
+    /// The numbers of the jobs that run; those whose single tokens were computed last come last.
+    turns: Vec<u64>,
     /// Calls that the device refused in a row.
     refusals: usize,
     /// Losses since the last step that succeeded, and when the device may be opened again.
@@ -109,7 +112,8 @@ impl Worker {
             pace: Pace::default(),
             last_landing: Instant::now(),
             last_prompt: 0,
-            prompts_last: false,
+            singles: usize::MAX,
+            turns: Vec::new(),
             refusals: 0,
             losses: 0,
             next_try: Instant::now(),

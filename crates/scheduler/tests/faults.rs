@@ -118,9 +118,9 @@ fn what_is_refused_again_and_again_fails_alone() {
 /// One request that the device refuses in any company does not stop the others.
 #[test]
 fn a_request_that_is_always_refused_fails_alone() {
-    for (mixed, overlaps) in [(true, false), (false, false), (true, true), (false, true)] {
+    for (mixed, overlaps, few_rows) in WAYS {
         let options = SchedulerOptions { mixed, ..Setup::default().options };
-        let rig = Setup { options, overlaps, ..Setup::default() }.start();
+        let rig = Setup { options, overlaps, few_rows, ..Setup::default() }.start();
         rig.log.lock().unwrap().refuse = Some(1001);
         let streams: Vec<EventStream> =
             (0..6).map(|i| rig.submit(request(distinct(i, 30 + i), 20))).collect();

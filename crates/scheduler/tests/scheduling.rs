@@ -18,9 +18,9 @@ fn finished(prompt: &[u32], seed: u64, count: usize, cached: usize) -> Outcome {
 
 #[test]
 fn answers_in_company_are_those_alone() {
-    for (mixed, overlaps) in [(true, false), (false, false), (true, true), (false, true)] {
+    for (mixed, overlaps, few_rows) in WAYS {
         let options = SchedulerOptions { mixed, ..Setup::default().options };
-        let rig = Setup { options, overlaps, ..Setup::default() }.start();
+        let rig = Setup { options, overlaps, few_rows, ..Setup::default() }.start();
         let prompts: Vec<Vec<u32>> = (0..12).map(|i| distinct(i, 1 + 17 * i)).collect();
         let streams: Vec<EventStream> = prompts
             .iter()
@@ -436,5 +436,71 @@ fn stops_in_company() {
             assert_eq!((got.ids, got.end), (want, Ok(Finish::Stop)), "{i}");
         }
         assert_eq!(rig.scheduler.status().faults, 0);
+    }
+}
+
+/// Where a step of few rows runs in another form: those that decode take turns, eight a step; prompts' ends go with them, short pieces
+/// of prompts alone; nobody waits for more than all others' turns.
+#[test]
+fn what_shares_a_step_of_few_rows() {
+    const FEW: usize = 8;
+    let tokens = |stream: &mut EventStream| {
+        let tokens = std::iter::from_fn(|| stream.try_next());
+        tokens.filter(|event| matches!(event, Event::Token(_))).count()
+    };
+    for overlaps in [false, true] {
+        let engine = EngineOptions::new(1024, 20, 64);
+        let engine = EngineOptions { snapshot_bytes: 1 << 20, ..engine };
+        let setup = Setup { engine, overlaps, few_rows: Some(FEW), ..Setup::default() };
+        let rig = Setup { gated: true, ..setup }.start();
+        let mut decode: Vec<EventStream> =
+            (0..16).map(|i| rig.submit(request(distinct(i, 1), 100))).collect();
+        rig.gate.first();
+        let mut counts = [0usize; 16];
+        for step in 0..24 {
+            rig.gate.pass();
+            for (count, stream) in counts.iter_mut().zip(&mut decode) {
+                *count += tokens(stream);
+            }
+            // The first step may have begun before all had come.
+            if step == 3 {
+                counts = [0; 16];
+            }
+            let (least, most) = (counts.iter().min(), counts.iter().max());
+            assert!(step < 4 || most <= least.map(|n| n + 1).as_ref(), "step {step}: {counts:?}");
+        }
+        assert_eq!(counts.iter().sum::<usize>(), 20 * FEW, "{counts:?}");
+
+        rig.log.lock().unwrap().steps.clear();
+        let prompts = [distinct(20, 900), distinct(21, 5), distinct(22, 70), distinct(23, 45)];
+        let streams = prompts.iter().map(|prompt| {
+            // The piece between the two is short.
+            let boundaries = vec![prompt.len() * 2 / 3, prompt.len() * 2 / 3 + 6];
+            rig.submit(Request { boundaries, ..request(prompt.clone(), 3) })
+        });
+        let streams: Vec<EventStream> = streams.collect();
+        rig.gate.open();
+        for (stream, prompt) in streams.into_iter().zip(&prompts) {
+            assert_eq!(outcome(stream).ids, oracle::answer(prompt, 0, 3));
+        }
+        let steps = rig.log.lock().unwrap().steps.clone();
+        let (mut singles, mut kinds) = (0, [0; 3]);
+        for rows in &steps {
+            let kind = match &rows[..] {
+                rows if rows.iter().all(|n| *n == 1) => 0,
+                [rows] if *rows <= FEW => 1,
+                _ => 2,
+            };
+            kinds[kind] += 1;
+            assert!(kind != 0 || rows.len() <= FEW, "{rows:?} of {steps:?}");
+            assert!(kind != 2 || rows.iter().all(|n| *n > FEW), "{rows:?} of {steps:?}");
+            singles = if kind == 0 { singles + 1 } else { 0 };
+            // Sixteen that decode, and four more.
+            let prompts_left = kinds[1] + kinds[2] < 4;
+            assert!(!prompts_left || singles <= 3, "{steps:?}");
+        }
+        assert!(kinds.iter().all(|n| *n >= 4), "{kinds:?}: {steps:?}");
+        drop(decode);
+        rig.until("nothing runs", |s| s.running + s.waiting == 0);
     }
 }

@@ -180,7 +180,7 @@ impl SoftDriver {
             }
         };
         let result = match counting {
-            Some(counting) => counting.launch(&library, dispatch.kernel, launch),
+            Some(counting) => counting.launch(&library, dispatch, launch),
             None => launch(),
         };
         result.map_err(|reason| DriverError::Kernel { kernel: dispatch.kernel.into(), reason })?;

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use lily_gpu::Text;
 
-/// A barrier that is left out.
+/// A barrier, or a wait for copies, that is left out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The `tg_barrier()` or `simd_fence()` in a line of a kernel file.
+    /// The `tg_barrier()` or `simd_fence()`, or the wait for copies, in a line of a kernel file.
     Barrier {
         /// The kernel file.
         file: String,
@@ -17,6 +17,9 @@ pub enum Fault {
     /// The barrier before this stage of every list, from 1.
     Stage(usize),
 }
+
+/// What is left out.
+const SITES: [&str; 4] = ["tg_barrier()", "simd_fence()", "copy_wait()", "flash_wait()"];
 
 impl Fault {
     /// `gemv.metal:237`, or `stage:3`.
@@ -43,7 +46,7 @@ impl Fault {
                 None => None,
             };
             let here = left == Some(0);
-            let edited = text_line.replace("tg_barrier()", "0").replace("simd_fence()", "0");
+            let edited = SITES.iter().fold(text_line.to_owned(), |line, s| line.replace(s, "0"));
             source += if here { &edited } else { text_line };
             source.push('\n');
         }
@@ -84,6 +87,8 @@ mod tests {
         let got = fault.text(&text, &["k", "j", "k"]).unwrap().source;
         let head = "#define EMU_ONLY 1\n#define EMU_KEEP_j 0,\n#define EMU_KEEP_k 0,\n";
         assert_eq!(got, head.to_owned() + &source.replace("x; tg_barrier()", "x; 0"));
+        let wait = Text { source: source.replace("x; tg_barrier", "x; copy_wait"), ..text.clone() };
+        assert_eq!(fault.text(&wait, &["k", "j"]).unwrap().source, got);
         assert_eq!(Fault::parse("stage:2").unwrap().text(&text, &[]), None);
         assert_eq!(Fault::parse("a.metal"), None);
     }

@@ -18,4 +18,4 @@ pub use compile::{
 pub use driver::{Options, SoftDriver, Stats};
 pub use fault::Fault;
 pub use sanitize::Sanitizer;
-pub use trace::{Class, Touched, Trace, Traced};
+pub use trace::{Class, Launch, Touched, Trace, Traced};

@@ -4,15 +4,17 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::{AddAssign, Range};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use lily_gpu::Buffer;
+use lily_gpu::{Buffer, Dispatch};
 
 use crate::compile::{Counts, Library, Region};
 
 /// What lies in a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Class {
-    /// Matrices: codes, scales and biases.
+    /// Matrices: codes or elements.
     Weights,
+    /// Their scales and biases.
+    Scales,
     /// Weights of norms, convolution taps, constants of gates: read by every threadgroup that needs them.
     Vectors,
     /// K and V pages.
@@ -74,6 +76,21 @@ pub struct Traced {
     pub kernels: BTreeMap<(&'static str, Class), Touched>,
     /// Distinct bytes of each class that a list loaded, and stored; summed over lists.
     pub unique: BTreeMap<Class, [u64; 2]>,
+    /// Each launch, in the order in which they ran.
+    pub launches: Vec<Launch>,
+}
+
+/// What one launch moved, and what its encoder says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// The kernel.
+    pub kernel: &'static str,
+    /// The operation.
+    pub op: &'static str,
+    /// Distinct bytes loaded, and stored.
+    pub unique: [u64; 2],
+    /// [`Dispatch::traffic`].
+    pub claimed: u64,
 }
 
 impl Traced {
@@ -98,14 +115,14 @@ pub struct Trace(Arc<Mutex<State>>);
 #[derive(Debug, Default)]
 struct State {
     on: bool,
-    vectors: Vec<Range<u64>>,
+    parts: Vec<(Range<u64>, Class)>,
     traced: Traced,
 }
 
 impl Trace {
-    /// Begins; `vectors` are the ranges of the weights' first slab that hold no matrix, in order.
-    pub fn start(&self, vectors: Vec<Range<u64>>) {
-        *self.state() = State { on: true, vectors, traced: Traced::default() };
+    /// Begins; `parts` are the ranges of the weights' first slab that hold something else than matrices, in order.
+    pub fn start(&self, parts: Vec<(Range<u64>, Class)>) {
+        *self.state() = State { on: true, parts, traced: Traced::default() };
     }
 
     /// Ends; what was counted.
@@ -125,7 +142,7 @@ impl Trace {
         buffers: &HashMap<Buffer, (String, usize, u64)>,
     ) -> Option<Counting> {
         let state = self.state();
-        state.on.then(|| Counting::new(buffers, &state.vectors))
+        state.on.then(|| Counting::new(buffers, &state.parts))
     }
 
     /// Adds what a list's launches touched.
@@ -134,7 +151,8 @@ impl Trace {
         for (key, touched) in counting.kernels {
             *state.traced.kernels.entry(key).or_default() += touched;
         }
-        for (class, bits) in counting.classes.iter().zip(&counting.bits) {
+        state.traced.launches.extend(counting.launches);
+        for (class, bits) in counting.classes.iter().zip(&counting.all) {
             let unique = state.traced.unique.entry(*class).or_default();
             for (sum, words) in unique.iter_mut().zip(bits) {
                 *sum += words.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
@@ -147,12 +165,18 @@ impl Trace {
 pub(crate) struct Counting {
     regions: Vec<Region>,
     classes: Vec<Class>,
+    /// A bit a byte: touched by the launch that runs, and by any before it.
     bits: Vec<[Vec<u64>; 2]>,
+    all: Vec<[Vec<u64>; 2]>,
     kernels: HashMap<(&'static str, Class), Touched>,
+    launches: Vec<Launch>,
 }
 
 impl Counting {
-    fn new(buffers: &HashMap<Buffer, (String, usize, u64)>, vectors: &[Range<u64>]) -> Self {
+    fn new(
+        buffers: &HashMap<Buffer, (String, usize, u64)>,
+        others: &[(Range<u64>, Class)],
+    ) -> Self {
         // Base, bytes, buffer, class.
         let mut parts: Vec<(usize, u64, usize, Class)> = Vec::new();
         for (what, buffer, bytes) in buffers.values() {
@@ -162,10 +186,10 @@ impl Counting {
                 parts.push((*buffer + at as usize, end - at, *buffer, class));
                 at = end;
             };
-            let vectors = if class == Class::Weights { vectors } else { &[] };
-            for range in vectors.iter().filter(|r| r.end <= *bytes) {
+            let others = if class == Class::Weights { others } else { &[] };
+            for (range, other) in others.iter().filter(|(r, _)| r.end <= *bytes) {
                 part(range.start, class);
-                part(range.end, Class::Vectors);
+                part(range.end, *other);
             }
             part(*bytes, class);
         }
@@ -174,6 +198,7 @@ impl Counting {
         let words = |bytes: u64| vec![0u64; bytes.div_ceil(64) as usize];
         let mut bits: Vec<[Vec<u64>; 2]> =
             parts.iter().map(|(_, bytes, ..)| [words(*bytes), words(*bytes)]).collect();
+        let all = bits.clone();
         let regions = parts
             .iter()
             .zip(&mut bits)
@@ -186,14 +211,14 @@ impl Counting {
             })
             .collect();
         let classes = parts.iter().map(|(.., class)| *class).collect();
-        Self { regions, classes, bits, kernels: HashMap::new() }
+        Self { regions, classes, bits, all, kernels: HashMap::new(), launches: Vec::new() }
     }
 
     /// Makes `launch` count.
     pub(crate) fn launch<T>(
         &mut self,
         library: &Library,
-        kernel: &'static str,
+        dispatch: &Dispatch,
         launch: impl FnOnce() -> T,
     ) -> T {
         self.regions.iter_mut().for_each(|r| r.counts = [Counts::default(); 2]);
@@ -205,9 +230,27 @@ impl Counting {
         for (region, class) in self.regions.iter().zip(&self.classes) {
             let [loads, stores] = region.counts;
             if loads.accesses + stores.accesses > 0 {
-                *self.kernels.entry((kernel, *class)).or_default() += Touched { loads, stores };
+                let key = (dispatch.kernel, *class);
+                *self.kernels.entry(key).or_default() += Touched { loads, stores };
             }
         }
+        let unique = self.take_unique();
+        let Dispatch { kernel, op, traffic: claimed, .. } = *dispatch;
+        self.launches.push(Launch { kernel, op, unique, claimed });
         result
+    }
+
+    /// The distinct bytes of the launch that has run; its bits join all others'.
+    fn take_unique(&mut self) -> [u64; 2] {
+        let mut unique = [0; 2];
+        for (bits, all) in self.bits.iter_mut().zip(&mut self.all) {
+            for ((bits, all), sum) in bits.iter_mut().zip(all).zip(&mut unique) {
+                for (word, all) in bits.iter_mut().zip(all) {
+                    *sum += u64::from(word.count_ones());
+                    *all |= std::mem::take(word);
+                }
+            }
+        }
+        unique
     }
 }

@@ -235,3 +235,22 @@ fn experts_that_start_early() {
     assert_eq!(starts(&apart, "experts_in"), [true; 40]);
     assert_eq!(starts(&apart, "experts_out"), [false; 40]);
 }
+
+/// Routing costs two launches a layer on the device, and no wait; by the host a wait in each layer of a chunk.
+#[test]
+fn what_routing_costs() {
+    for name in ["metal", "h200"] {
+        let profile = Profile::named(name).expect("a known profile");
+        let recorded = |tuning: &Tuning| {
+            let recording = Recording::virtual_of(&plan(), tuning, &profile).unwrap();
+            let limits = Limits::new(1, 4096, 512);
+            let shape = StepShape { segments: vec![512], outputs: 1, context: 4096 };
+            let kind = Kind { shape, tables: 0, head: Head::Sample { greedy: true } };
+            recording.record_virtual(&limits, &kind).unwrap().0
+        };
+        let on = recorded(&Tuning::default());
+        let off = recorded(&Tuning::without("gpu_routing").expect("a switch"));
+        assert_eq!((on.breaks.len(), off.breaks.len()), (0, 40), "{name}: the host steps in");
+        assert_eq!(on.dispatches.len() - off.dispatches.len(), 2 * 40, "{name}: launches");
+    }
+}

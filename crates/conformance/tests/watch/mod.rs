@@ -1,6 +1,7 @@
 //! Whole models on the host's GPU driver, with an eye on what is submitted.
 #![allow(dead_code)] // each test uses a part
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use lily_device::{Device, Limits, Program};
@@ -18,6 +19,8 @@ pub struct Listed {
     pub dispatches: Vec<(&'static str, [u32; 3], Vec<u8>)>,
     /// First dispatch of each stage.
     pub stages: Vec<usize>,
+    /// The operation or chain of each dispatch, and its layer.
+    pub ops: Vec<(&'static str, Option<u32>)>,
 }
 
 impl Listed {
@@ -35,6 +38,8 @@ pub struct Log {
     pub lists: Vec<Listed>,
     /// Bytes of scratch.
     pub scratch: u64,
+    /// What the buffers are for that were read back, in order.
+    pub reads: Vec<String>,
 }
 
 /// A boundary between two stages: the stage behind it runs before the other.
@@ -52,6 +57,7 @@ struct Watch {
     log: Arc<Mutex<Log>>,
     swap: Option<Swap>,
     scratch: Option<(Buffer, u64)>,
+    buffers: HashMap<Buffer, String>,
 }
 
 impl Watch {
@@ -87,6 +93,7 @@ impl Driver for Watch {
         placement: Placement,
     ) -> Result<Buffer, DriverError> {
         let buffer = self.inner.allocate(what, bytes, placement)?;
+        self.buffers.insert(buffer, what.to_owned());
         if what == "scratch" {
             self.log.lock().expect("no test panics here").scratch += bytes;
             self.scratch = Some((buffer, bytes));
@@ -103,6 +110,8 @@ impl Driver for Watch {
     }
 
     fn read(&mut self, buffer: Buffer, offset: u64, bytes: &mut [u8]) -> Result<(), DriverError> {
+        let what = self.buffers.get(&buffer).cloned().unwrap_or_default();
+        self.log.lock().expect("no test panics here").reads.push(what);
         self.inner.read(buffer, offset, bytes)
     }
 
@@ -116,7 +125,11 @@ impl Driver for Watch {
 
     fn submit(&mut self, list: &Arc<CommandList>) -> Result<Submission, DriverError> {
         let dispatches = list.dispatches.iter().map(|d| (d.kernel, d.groups, d.args.clone()));
-        let listed = Listed { dispatches: dispatches.collect(), stages: list.stages.clone() };
+        let listed = Listed {
+            dispatches: dispatches.collect(),
+            stages: list.stages.clone(),
+            ops: list.dispatches.iter().map(|d| (d.op, d.layer)).collect(),
+        };
         let number = {
             let mut log = self.log.lock().expect("no test panics here");
             log.lists.push(listed);
@@ -161,12 +174,23 @@ pub fn prepare_ordered(
     swap: Option<Swap>,
     seed: Option<u32>,
 ) -> (Box<dyn Program>, Arc<Mutex<Log>>) {
-    let options = Options { seed, ..Options::default() };
+    prepare_on(model, tuning, limits, swap, Options { seed, ..Options::default() })
+}
+
+/// The same, on a host of that profile, in the order of its seed.
+pub fn prepare_on(
+    model: &Model,
+    tuning: Tuning,
+    limits: Limits,
+    swap: Option<Swap>,
+    options: Options,
+) -> (Box<dyn Program>, Arc<Mutex<Log>>) {
     let (profile, log) = (options.profile.clone(), Arc::new(Mutex::new(Log::default())));
     let shared = log.clone();
     let open = move || {
         let (inner, log) = (SoftDriver::new(options.clone()), shared.clone());
-        Ok(Box::new(Watch { inner, log, swap, scratch: None }) as Box<dyn Driver>)
+        let buffers = HashMap::new();
+        Ok(Box::new(Watch { inner, log, swap, scratch: None, buffers }) as Box<dyn Driver>)
     };
     let device = GpuDevice::new(profile, tuning, Box::new(open));
     let program = device.prepare(Arc::clone(&model.plan), model.weights.clone(), limits);

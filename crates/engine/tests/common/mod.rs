@@ -435,6 +435,8 @@ pub struct FakeDevice {
     pub overlaps: bool,
     /// States inside steps are kept.
     pub marks: bool,
+    /// Steps of so many rows at most run in another form.
+    pub few_rows: Option<usize>,
     /// Fewer pages than all slots need.
     pub pages: Option<usize>,
     pub need: MemoryNeed,
@@ -450,6 +452,10 @@ impl Device for FakeDevice {
 
     fn overlaps(&self) -> bool {
         self.overlaps
+    }
+
+    fn few_rows(&self) -> Option<usize> {
+        self.few_rows
     }
 
     fn memory(&self, _: &Plan, _: &Limits) -> MemoryNeed {

@@ -154,19 +154,27 @@ fn expert_cases<C: Contract + Into<crate::Op>>(
     make: &dyn Fn(&mut CaseBuilder, ValueId, Kind) -> C,
 ) -> Vec<Case> {
     let q4 = WeightFormat::Affine { bits: 4 };
+    let f32s = |format| Kind { format, activation: Activation::F32 };
     let kinds = [
         ("q4-i8", Kind { format: q4, activation: Activation::I8G64 }),
         ("q4-i16", Kind { format: q4, activation: Activation::I16G64 }),
-        ("q4-f32", Kind { format: q4, activation: Activation::F32 }),
-        (
-            "bf16-f32",
-            Kind { format: WeightFormat::Dense(ElementType::Bf16), activation: Activation::F32 },
-        ),
+        ("q4-f32", f32s(q4)),
+        ("bf16-f32", f32s(WeightFormat::Dense(ElementType::Bf16))),
+        ("q8-f32", f32s(WeightFormat::Affine { bits: 8 })),
+        ("f32-f32", f32s(WeightFormat::Dense(ElementType::F32))),
     ];
     let mut cases = Vec::new();
     for (name, kind) in kinds {
-        for rows in [1, 2, 5, 15, 16, 17, 31, 32, 33, 65] {
+        for rows in [1, 2, 5, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65] {
             for spread in ["even", "one", "tile"] {
+                // Of rare formats both sides of what GPUs compute row by row.
+                let rare = ["q8-f32", "f32-f32"].contains(&name);
+                if rare && (![8, 33].contains(&rows) || spread != "even") {
+                    continue;
+                }
+                if [8, 9, 64].contains(&rows) && spread == "tile" {
+                    continue;
+                }
                 // Beside a tile's rows only an expert with all of them is new.
                 if [16, 31, 33].contains(&rows) && spread != "one" {
                     continue;

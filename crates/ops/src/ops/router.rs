@@ -62,7 +62,7 @@ impl Contract for Router {
     fn cases() -> Vec<Case> {
         let mut cases = Vec::new();
         for &(name, segments) in SEGMENTS {
-            for (experts, k) in [(10, 3), (256, 8), (4, 4)] {
+            for (experts, k) in [(10, 3), (256, 8), (4, 4), (300, 8)] {
                 for ties in [false, true] {
                     let kind = if ties { "ties" } else { "random" };
                     let variant = format!("{name}/{k}of{experts}/{kind}");

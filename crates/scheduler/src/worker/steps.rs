@@ -6,19 +6,10 @@ use lily_engine::policy::chunk_rows;
 use lily_engine::{Engine, EngineError, Output, SegmentOut, Session, snapshot_bytes};
 use lily_ops::plan::PAGE_TOKENS;
 
+use super::composition::Part;
 use super::{Airborne, Fate, Lost, Worker, fate};
-use crate::job::{Ahead, Running};
-use crate::pace::{GRAIN, cut};
+use crate::job::Ahead;
 use crate::shared::Counters;
-
-/// What a running job does in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Part {
-    /// Its number: places change when others leave.
-    seq: u64,
-    /// Most prompt tokens; 0 decodes.
-    rows: usize,
-}
 
 /// Refused calls in a row after which those that are refused alone fail.
 const REFUSALS: usize = 2;
@@ -36,7 +27,7 @@ impl Worker {
         }
         let depth = 1 + usize::from(self.engine.as_ref().is_some_and(Engine::overlaps));
         while self.flights.len() < depth {
-            let turn = (self.last_prompt, self.prompts_last);
+            let turn = (self.last_prompt, self.singles);
             let parts = self.plan();
             if parts.is_empty() {
                 break;
@@ -54,11 +45,13 @@ impl Worker {
             match launched {
                 Ok(()) if self.flights.len() > flying => {}
                 Err((error, order)) if flying == 0 || is_lost(&error) => {
+                    // The same one's turn again, so that it is found out if it is always refused.
+                    (self.last_prompt, self.singles) = turn;
                     return self.step_failed(error, &order, false);
                 }
                 // Again when what is in flight has landed: that may be why. It is the same one's turn then.
                 _ => {
-                    (self.last_prompt, self.prompts_last) = turn;
+                    (self.last_prompt, self.singles) = turn;
                     break;
                 }
             }
@@ -79,52 +72,6 @@ impl Worker {
         }
         self.refusals = 0;
         Ok(())
-    }
-
-    /// All that decode, and prompts by turns.
-    fn plan(&mut self) -> Vec<Part> {
-        let Some(engine) = &self.engine else { return Vec::new() };
-        let context = self.shared.limits.context;
-        let ready = self.running.iter().filter(|r| r.ready(context));
-        let (prompts, decoding): (Vec<_>, Vec<_>) = ready.partition(|r| r.left() > 0);
-        let mut parts: Vec<Part> =
-            decoding.iter().map(|r| Part { seq: r.job.seq, rows: 0 }).collect();
-        let most = engine.options().limits().rows.min(engine.options().chunk);
-        // Those that wait for their last token decode, too.
-        let decodes = self.running.iter().any(|r| r.session.is_some() && r.left() == 0);
-        if !prompts.is_empty() && !parts.is_empty() && !self.options.mixed {
-            if self.prompts_last {
-                self.prompts_last = false;
-                return parts;
-            }
-            parts.clear();
-        }
-        self.prompts_last = !prompts.is_empty();
-        let mut room = match decodes {
-            true => self.pace.rows(self.options.delay, self.options.min_chunk.max(1), most),
-            false => most,
-        };
-        room = room.min(engine.options().limits().rows.saturating_sub(parts.len()));
-        // Those after the last one that had its turn, then those before it.
-        // Where states inside a step cannot be kept, it ends where the next one is.
-        let inside = engine.marks();
-        let until = |r: &Running| if inside { r.left() } else { r.until_mark() };
-        let mut turns: Vec<_> = prompts.iter().map(|r| (r.job.seq, until(r))).collect();
-        turns.sort_unstable_by_key(|(seq, _)| (*seq <= self.last_prompt, *seq));
-        for (seq, until) in turns {
-            if room == 0 {
-                break;
-            }
-            let rows = cut(until, room);
-            // Too little room for a chunk of one more prompt is left free; it is the first in the next step.
-            if rows < until && rows < GRAIN && parts.iter().any(|p| p.rows > 0) {
-                break;
-            }
-            room -= rows;
-            self.last_prompt = seq;
-            parts.push(Part { seq, rows });
-        }
-        parts
     }
 
     fn at(&self, seq: u64) -> Option<usize> {
@@ -179,6 +126,7 @@ impl Worker {
         };
         for (seq, rows) in order {
             if let Some(at) = self.at(seq) {
+                self.had_its_turn(seq);
                 let ahead = if rows > 0 { Ahead::Prompt(rows) } else { Ahead::Decode };
                 self.running[at].ahead.push_back(ahead);
             }
@@ -281,7 +229,7 @@ impl Worker {
         self.close_parked()?;
         match result {
             Ok(out) => {
-                self.pace.learn(rows, seconds);
+                self.pace.learn(self.paced(rows, order.len()), seconds);
                 self.refusals = 0;
                 self.losses = 0;
                 Counters::add(&self.shared.counters.steps, 1);

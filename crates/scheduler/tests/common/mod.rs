@@ -103,6 +103,9 @@ impl Device for GatedDevice {
     fn overlaps(&self) -> bool {
         self.inner.overlaps()
     }
+    fn few_rows(&self) -> Option<usize> {
+        self.inner.few_rows()
+    }
     fn memory(&self, plan: &Plan, limits: &Limits) -> MemoryNeed {
         self.inner.memory(plan, limits)
     }
@@ -213,9 +216,21 @@ pub struct Setup {
     pub overlaps: bool,
     /// States inside steps are kept; else steps end where one is.
     pub marks: bool,
+    /// Steps of so many rows at most run in another form.
+    pub few_rows: Option<usize>,
 }
 
 pub const SLOTS: usize = 3;
+
+/// Mixed steps, two in flight, rows of a step of another form.
+pub const WAYS: [(bool, bool, Option<usize>); 6] = [
+    (true, false, None),
+    (false, false, None),
+    (true, true, None),
+    (false, true, None),
+    (true, false, Some(2)),
+    (false, true, Some(2)),
+];
 
 impl Default for Setup {
     fn default() -> Self {
@@ -231,14 +246,15 @@ impl Default for Setup {
             gated: false,
             overlaps: false,
             marks: false,
+            few_rows: None,
         }
     }
 }
 
 impl Setup {
     pub fn start(self) -> Rig {
-        let (overlaps, marks) = (self.overlaps, self.marks);
-        let fake = FakeDevice { overlaps, marks, ..FakeDevice::default() };
+        let (overlaps, marks, few_rows) = (self.overlaps, self.marks, self.few_rows);
+        let fake = FakeDevice { overlaps, marks, few_rows, ..FakeDevice::default() };
         let log = Arc::clone(&fake.log);
         let gate = Arc::new(Gate::default());
         if !self.gated {

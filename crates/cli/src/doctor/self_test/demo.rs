@@ -17,8 +17,8 @@ use crate::options::ComputeArgs;
 const SLOT: SlotId = SlotId(0);
 const CHUNK: usize = 64;
 
-/// How far perplexity may be from mlx-lm's, and how often the most probable token must be that of the precise mode.
-const RATIO: f64 = 0.002;
+/// How far perplexity may be from mlx-lm's on any device, and how often the most probable token must be that of the precise mode.
+const RATIO: f64 = lily_demo::PERPLEXITY_BOUND_ANY_ORDER;
 const AGREEMENT: f64 = 0.97;
 
 fn program(
