@@ -73,8 +73,7 @@ def barriers():
                 if re.search(r"tg_barrier\(\)|simd_fence\(\)", code):
                     count += 1
                     yield file, number, f"{file}: {function}, {count}"
-                # What makes flash_wait of copy_wait is no place of its own.
-                if re.search(r"(copy|flash)_wait\(\);", code) and function != "flash_wait":
+                if re.search(r"copy_wait(_but_one)?\(\);", code):
                     waits += 1
                     yield file, number, f"{file}: {function}, wait {waits}"
 

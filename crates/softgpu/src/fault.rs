@@ -19,7 +19,7 @@ pub enum Fault {
 }
 
 /// What is left out.
-const SITES: [&str; 4] = ["tg_barrier()", "simd_fence()", "copy_wait()", "flash_wait()"];
+const SITES: [&str; 4] = ["tg_barrier()", "simd_fence()", "copy_wait()", "copy_wait_but_one()"];
 
 impl Fault {
     /// `gemv.metal:237`, or `stage:3`.
