@@ -59,6 +59,8 @@ struct Known {
     list: Arc<CommandList>,
     graph: Option<Graph>,
     launches: u64,
+    /// What it took when it was last waited for, 0 before.
+    seconds: f64,
     /// There was no memory for its graph, or the driver refused it: it is not tried again.
     refused: bool,
 }
@@ -66,6 +68,7 @@ struct Known {
 /// A submission under way.
 struct Flight {
     number: u64,
+    list: *const CommandList,
     start: sys::CUevent,
     end: sys::CUevent,
 }
@@ -358,6 +361,7 @@ impl CudaDriver {
         }
         // The first time kernel by kernel: a list that runs once needs no graph.
         let again = known.launches > 1 && self.options.graphs && !known.refused;
+        let again = again && crate::graph::pays(known.seconds, list.dispatches.len());
         let mut stages = self.stages(list).expect("checked by submit");
         if again {
             let stream = self.stream;
@@ -547,7 +551,13 @@ impl Driver for CudaDriver {
             self.stages(list)?;
             self.known.insert(
                 key,
-                Known { list: list.clone(), graph: None, launches: 0, refused: false },
+                Known {
+                    list: list.clone(),
+                    graph: None,
+                    launches: 0,
+                    seconds: 0.0,
+                    refused: false,
+                },
             );
         }
         let ran = (|| {
@@ -566,7 +576,7 @@ impl Driver for CudaDriver {
             self.fault(&format!("a list of {} kernels from {first} on", list.dispatches.len()), e)
         })?;
         self.submissions += 1;
-        self.flights.push(Flight { number: self.submissions, start, end });
+        self.flights.push(Flight { number: self.submissions, list: key, start, end });
         Ok(Submission(self.submissions))
     }
 
@@ -590,6 +600,9 @@ impl Driver for CudaDriver {
             };
             let ms = waited.map_err(|e| self.fault("running kernels", e))?;
             timing.seconds = f64::from(ms) / 1e3;
+            if let Some(known) = self.known.get_mut(&flight.list) {
+                known.seconds = timing.seconds;
+            }
             self.events.extend([flight.start, flight.end]);
         }
         Ok(timing)
