@@ -1,7 +1,7 @@
 //! Which GPU the tests of GPU kernels run on.
 
 use lily_gpu::device::Open;
-use lily_gpu::{Driver, GpuDevice, Tuning};
+use lily_gpu::{Driver, GpuDevice, Platform, Tuning};
 use lily_softgpu::{Options, SoftDriver};
 
 /// Opens drivers: of the kernels thread by thread on the host, or with LILY_GPU=cuda or LILY_GPU=metal of the GPU of this machine
@@ -28,6 +28,7 @@ pub fn units() -> Options {
     let mut options = Options::default();
     (options.profile.mma, options.profile.wgmma, options.profile.cores) = (true, true, 132);
     options.profile.threadgroup_memory = 48 << 10;
+    options.profile.platform = Platform::HostUnits;
     options
 }
 

@@ -59,7 +59,7 @@ template <uint RT> FN void flash_attention(const DEVICE bf16 *q, const DEVICE bf
   KERNEL(NAME, FLASH_THREADS, IN(0, bf16, q), IN(1, bf16, keys), IN(2, bf16, values), IN(3, uint, pages), IN(4, SlotHeader, headers), \
       IN(5, SegmentEntry, segments), OUT(6, bf16, out), ARGS(7, AttentionArgs, p)) \
   { \
-    SHARED(uint, mem, FLASH_WORDS); \
+    FLASH_SHARED(uint, mem, FLASH_WORDS); \
     flash_attention<RT>(q, keys, values, pages, headers, segments, out, p, mem, p.tiles - 1 - p.first - k_group.x, k_group.y, \
         k_thread.x, k_lane, k_simd); \
   }

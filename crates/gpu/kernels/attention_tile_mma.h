@@ -3,9 +3,8 @@
 // The layout of an accumulator is known and is that of the next product's left operand: scores, softmax and probabilities stay in
 // registers. Lane l has rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next of every 8.
 #define FLASH_BLOCK 32u
-#ifndef FLASH_PAD
 #define FLASH_PAD 8u // the eight rows of an ldmatrix lie in different banks
-#endif
+#define FLASH_SHARED SHARED_48K
 #define FLASH_ROW (HEAD_DIM + FLASH_PAD)
 #define FLASH_WORDS (FLASH_BLOCK * FLASH_ROW) // a block of K and one of V
 

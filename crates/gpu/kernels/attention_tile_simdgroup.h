@@ -3,6 +3,7 @@
 // against a block of 32 tokens. Nobody knows which lane holds which element of a matrix: scores and probabilities go through
 // FLASH_MEMORY floats of the simdgroup's own, and sums are rescaled by a diagonal matrix.
 #define FLASH_BLOCK 32u
+#define FLASH_SHARED SHARED
 #define FLASH_ROW (HEAD_DIM + 8u)      // elements of a staged row: 16 bytes more than a head spread rows over banks
 #define FLASH_STRIDE 36u               // floats from row to row of `mem`; twice as many bf16
 #define FLASH_MEMORY (8u * FLASH_STRIDE + 64u)

@@ -13,6 +13,8 @@ pub enum Platform {
     Cuda,
     /// The host, thread by thread.
     Host,
+    /// The same with the tiles of attention that CUDA has, by `mma.sync`.
+    HostUnits,
 }
 
 /// A device, as policies see it.

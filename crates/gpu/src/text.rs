@@ -188,9 +188,11 @@ pub fn kernels(platform: Platform) -> Vec<String> {
             }
         }
     }
+    if matches!(platform, Platform::Cuda | Platform::HostUnits) {
+        names.retain(|name| name != "flash_attention_8"); // matrices have 16 rows
+    }
     if platform == Platform::Cuda {
-        // Its matrices have 16 rows, and its tiles are those by `mma.sync`.
-        names.retain(|name| name != "flash_attention_8");
+        // Its tiles are those by `mma.sync`.
         names.retain(|name| !is_tile_kernel(name) || name.contains("mma_"));
     }
     names
@@ -272,12 +274,14 @@ impl Text {
         let header = match platform {
             Platform::Metal | Platform::MetalTensor => "platform_metal.h",
             Platform::Cuda => "platform_cuda.h",
-            Platform::Host => "platform_cpu.h",
+            Platform::Host | Platform::HostUnits => "platform_cpu.h",
         };
         let mut source = shape.defines();
-        if platform == Platform::MetalTensor {
-            source += TENSOR_DEFINE;
-        }
+        source += match platform {
+            Platform::MetalTensor => TENSOR_DEFINE,
+            Platform::HostUnits => "#define ATTENTION_MMA 1\n",
+            _ => "",
+        };
         source += &format!("#line 1 \"{header}\"\n{}", platform_header(header).unwrap_or_default());
         source += &Self::body();
         Self { platform, source }

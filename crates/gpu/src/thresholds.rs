@@ -84,7 +84,7 @@ impl Thresholds {
     fn with_rows(platform: Platform, name: &str, devices: &[Row]) -> Self {
         let mut all = match platform {
             Platform::Metal | Platform::MetalTensor => Self::APPLE,
-            Platform::Cuda | Platform::Host => Self::H200,
+            Platform::Cuda | Platform::Host | Platform::HostUnits => Self::H200,
         };
         let rows = devices.iter().filter(|(device, _)| *device == name);
         for (threshold, value) in rows.flat_map(|(_, row)| row.iter()) {

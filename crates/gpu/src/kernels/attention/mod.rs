@@ -66,7 +66,7 @@ fn threadgroup_bytes(shape: &Shape, platform: Platform) -> u32 {
     // FLASH_WORDS: a padded block of 32 rows, or with `mma.sync` two of them; else also each simdgroup's own floats.
     let block = 32 * (head_dim + 8);
     let flash = match platform {
-        Platform::Cuda => 2 * block * 2,
+        Platform::Cuda | Platform::HostUnits => 2 * block * 2,
         _ => block * 2 + prefill::simds(shape) * (8 * 36 + 64) * 4,
     };
     // The simdgroups' sums of the packed heads, and their queries.
@@ -74,7 +74,9 @@ fn threadgroup_bytes(shape: &Shape, platform: Platform) -> u32 {
     let split = (decode::SIMDS + 1) * pack * head_dim * 4 + decode::SIMDS * pack * 8;
     // The pages' sums by matrix units, where the text has them.
     let units = match heads_per_kv <= decode::UNIT_HEADS && head_dim % decode::UNIT_ELEMENTS == 0 {
-        true if platform == Platform::Cuda => 16 * (head_dim + 2) * 4,
+        true if platform != Platform::Metal && platform != Platform::MetalTensor => {
+            16 * (head_dim + 2) * 4
+        }
         _ => 0,
     };
     flash.max(split).max(units)

@@ -24,7 +24,7 @@ pub struct FlashPolicy {
 impl FlashPolicy {
     /// The policy for segments of at most `longest` rows.
     pub fn new(shape: &Shape, profile: &Profile, longest: u32) -> Self {
-        let only = profile.platform == Platform::Cuda;
+        let only = matches!(profile.platform, Platform::Cuda | Platform::HostUnits);
         let simd_rows = if only || longest > 8 { profile.thresholds.flash_rows } else { 8 };
         let heads = shape.heads_per_kv.clamp(1, 8);
         let simds = simds(shape);
@@ -75,6 +75,7 @@ mod tests {
             (8, Platform::MetalTensor, 2048, [8, 8, 8, 1]),
             (8, Platform::Host, 8, [8, 8, 8, 1]),
             (8, Platform::Host, 9, [16, 8, 16, 1]),
+            (8, Platform::HostUnits, 8, [16, 8, 16, 1]),
             (4, Platform::Cuda, 9, [16, 8, 32, 1]),
             (2, Platform::Metal, 9, [8, 8, 32, 1]),
             (1, Platform::Metal, 9, [8, 8, 64, 1]),
