@@ -3,6 +3,7 @@ use std::ffi::CString;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use cudarc::driver::result::{self, DriverError as CudaError};
 use cudarc::driver::sys;
@@ -61,6 +62,8 @@ struct Known {
     launches: u64,
     /// What it took when it was last waited for, 0 before.
     seconds: f64,
+    /// What the host took to launch its kernels one by one.
+    launching: f64,
     /// There was no memory for its graph, or the driver refused it: it is not tried again.
     refused: bool,
 }
@@ -68,7 +71,8 @@ struct Known {
 /// A submission under way.
 struct Flight {
     number: u64,
-    list: *const CommandList,
+    /// Held, so that its address is no other's.
+    list: Arc<CommandList>,
     start: sys::CUevent,
     end: sys::CUevent,
 }
@@ -361,7 +365,8 @@ impl CudaDriver {
         }
         // The first time kernel by kernel: a list that runs once needs no graph.
         let again = known.launches > 1 && self.options.graphs && !known.refused;
-        let again = again && crate::graph::pays(known.seconds, list.dispatches.len());
+        let again =
+            again && crate::graph::pays(known.seconds, known.launching, list.dispatches.len());
         let mut stages = self.stages(list).expect("checked by submit");
         if again {
             let stream = self.stream;
@@ -379,7 +384,12 @@ impl CudaDriver {
                 known.refused = true;
             }
         }
-        stages.iter().flatten().try_for_each(|launch| launch.run(self.stream))
+        let begun = Instant::now();
+        stages.iter().flatten().try_for_each(|launch| launch.run(self.stream))?;
+        if let Some(known) = self.known.get_mut(&key) {
+            known.launching = begun.elapsed().as_secs_f64();
+        }
+        Ok(())
     }
 
     /// Says once what the user should know.
@@ -556,6 +566,7 @@ impl Driver for CudaDriver {
                     graph: None,
                     launches: 0,
                     seconds: 0.0,
+                    launching: 0.0,
                     refused: false,
                 },
             );
@@ -576,7 +587,7 @@ impl Driver for CudaDriver {
             self.fault(&format!("a list of {} kernels from {first} on", list.dispatches.len()), e)
         })?;
         self.submissions += 1;
-        self.flights.push(Flight { number: self.submissions, list: key, start, end });
+        self.flights.push(Flight { number: self.submissions, list: list.clone(), start, end });
         Ok(Submission(self.submissions))
     }
 
@@ -600,7 +611,7 @@ impl Driver for CudaDriver {
             };
             let ms = waited.map_err(|e| self.fault("running kernels", e))?;
             timing.seconds = f64::from(ms) / 1e3;
-            if let Some(known) = self.known.get_mut(&flight.list) {
+            if let Some(known) = self.known.get_mut(&Arc::as_ptr(&flight.list)) {
                 known.seconds = timing.seconds;
             }
             self.events.extend([flight.start, flight.end]);

@@ -1,6 +1,6 @@
 //! Buffers, what keeps them resident, and the way of small writes to memory that the device is using.
 
-use objc2::rc::Retained;
+use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_metal::{
     MTLBuffer, MTLDevice, MTLResidencySet, MTLResidencySetDescriptor, MTLResourceOptions,
@@ -103,9 +103,11 @@ impl Residency {
 impl Drop for Residency {
     fn drop(&mut self) {
         // Command buffers that have ended, but are not gone yet, keep the queue, and with it the set: not the memory, too.
-        self.set.removeAllAllocations();
-        self.set.commit();
-        self.set.endResidency();
+        autoreleasepool(|_| {
+            self.set.removeAllAllocations();
+            self.set.commit();
+            self.set.endResidency();
+        });
     }
 }
 

@@ -38,7 +38,7 @@ pub const PERPLEXITY: &str = include_str!("../golden/perplexity.json");
 pub const PERPLEXITY_BOUND: f64 = 0.00045;
 
 /// The same for kernels that sum in an order of their own, as matrix units do: bf16 values fall to the other side now and then, and on a model as small
-/// as this one that moves the perplexity by 0.1 to 0.3 %, up or down (0.24 % at present, by the emulated matrix units of CUDA).
+/// as this one that moves the perplexity by 0.1 to 0.3 %, up or down (docs/numerics.md has figures).
 pub const PERPLEXITY_BOUND_ANY_ORDER: f64 = 0.003;
 
 /// Opens the embedded checkpoint.

@@ -121,7 +121,7 @@ pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
     let opened = Opened::new(&args.model, &args.compute)?;
     let protocol = args.points.protocol(opened.model.config.max_position_embeddings)?;
     let mut told = Told { rounds: protocol.rounds, wanted: !args.json };
-    let (mut results, mut device) = (Vec::new(), String::new());
+    let (mut results, mut device, mut failed) = (Vec::new(), String::new(), None);
     for (beside, names) in grouped(&args.compute, &wanted) {
         if cancel.is_cancelled() {
             break;
@@ -130,7 +130,15 @@ pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
             Some(other) => (format!("without {other}"), without(&args.compute, other)?),
             None => ("all on".to_owned(), args.compute.clone()),
         };
-        let mut base = open(args, &title, &compute, &cancel)?;
+        let mut base = match open(args, &title, &compute, &cancel) {
+            Ok(base) => base,
+            // What was measured is told first.
+            Err(e) if !results.is_empty() => {
+                failed = Some(e);
+                break;
+            }
+            Err(e) => return Err(e),
+        };
         let switches = names.into_iter().map(|name| switch(args, &compute, name, &cancel));
         let switches = switches.collect::<Result<_, Failure>>()?;
         results.extend(ablate::ablate(&mut base.engine, switches, &protocol, &mut told));
@@ -147,9 +155,10 @@ pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
         out.flush()?;
     }
     args.record.append("ablate", device, &ablate::figures(&results))?;
-    match cancel.is_cancelled() {
-        true => Err(Interrupted.into()),
-        false => Ok(()),
+    match (cancel.is_cancelled(), failed) {
+        (true, _) => Err(Interrupted.into()),
+        (false, Some(e)) => Err(e),
+        (false, None) => Ok(()),
     }
 }
 

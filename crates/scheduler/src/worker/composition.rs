@@ -1,7 +1,7 @@
 //! What shares a step.
 //!
 //! On a GPU a step of few rows runs in another form than one of many, and their results differ by roundings
-//! ([`Engine::few_rows`]). A request's tokens are its own all the same: there a step has either single tokens, of those that
+//! ([`Engine::few_rows`]). A request's tokens hang on no mate all the same, but for where time cuts its prompt: there a step has either single tokens, of those that
 //! decode and of prompts' ends, no more than that form takes; or one short piece of a prompt; or longer ones. Single
 //! tokens and prompts alternate, and each has its turn.
 
@@ -116,9 +116,39 @@ impl Worker {
         }
     }
 
-    /// Prompt tokens of a step that tell how long prompts take: single ones that went with those that decode do not.
-    pub(super) fn paced(&self, rows: usize, parts: usize) -> usize {
-        let few = self.engine.as_ref().and_then(Engine::few_rows);
-        if few.is_some() && rows <= parts { 0 } else { rows }
+    /// Prompt tokens of a step of so many parts that tell how long prompts take.
+    pub(super) fn paced(&self, rows: usize, parts: usize) -> Option<usize> {
+        paced(self.engine.as_ref().and_then(Engine::few_rows), rows, parts)
+    }
+}
+
+/// Single tokens that went with those that decode tell how long those take, a short piece alone neither: its few tokens take as long
+/// as many.
+fn paced(few: Option<usize>, rows: usize, parts: usize) -> Option<usize> {
+    match few {
+        Some(_) if rows <= parts => Some(0),
+        Some(most) if rows <= most => None,
+        _ => Some(rows),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::paced;
+
+    #[test]
+    fn a_short_piece_alone_tells_nothing() {
+        for (few, rows, parts, want) in [
+            (Some(8), 0, 3, Some(0)),
+            (Some(8), 2, 3, Some(0)),
+            (Some(8), 1, 1, Some(0)),
+            (Some(8), 2, 1, None),
+            (Some(8), 8, 1, None),
+            (Some(8), 9, 1, Some(9)),
+            (None, 2, 1, Some(2)),
+            (None, 1, 3, Some(1)),
+        ] {
+            assert_eq!(paced(few, rows, parts), want, "{few:?}, {rows} rows, {parts} parts");
+        }
     }
 }

@@ -34,6 +34,7 @@ impl Worker {
             }
             let enough = self.pages_suffice(&parts);
             if !enough && self.flights.is_empty() && self.preempt()? {
+                (self.last_prompt, self.singles) = turn;
                 continue;
             }
             let flying = self.flights.len();
@@ -229,7 +230,9 @@ impl Worker {
         self.close_parked()?;
         match result {
             Ok(out) => {
-                self.pace.learn(self.paced(rows, order.len()), seconds);
+                if let Some(rows) = self.paced(rows, order.len()) {
+                    self.pace.learn(rows, seconds);
+                }
                 self.refusals = 0;
                 self.losses = 0;
                 Counters::add(&self.shared.counters.steps, 1);
