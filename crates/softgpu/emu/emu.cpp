@@ -209,19 +209,16 @@ void *shared(const void *site, size_t bytes, size_t align, size_t limit) {
 // Copies are the kernel's, this list is not: ThreadSanitizer sees only the former.
 __attribute__((noinline, no_sanitize("thread"))) void copy_async(void *to, const void *from) {
   World &w = W(); Fiber *f = w.cur;
-  if (f->copying == 64) { fail(w, "more than 64 copies under way"); end_fiber(w); }
-  f->copies[f->copying++] = {to, from, f->copy_group};
+  if (f->copying - f->taken == 64) { fail(w, "more than 64 copies under way"); end_fiber(w); }
+  f->copies[f->copying++ % 64] = {to, from, f->copy_group};
 }
 __attribute__((noinline, no_sanitize("thread"))) void copy_commit() { W().cur->copy_group++; }
 __attribute__((noinline, no_sanitize("thread"))) bool copied(void *&to, const void *&from, uint32_t left) {
   Fiber *f = W().cur;
-  if (f->taken == f->copying || (left > 0 && f->copies[f->taken].group + left >= f->copy_group)) {
-    std::copy(f->copies + f->taken, f->copies + f->copying, f->copies);
-    f->copying -= f->taken; f->taken = 0;
-    return false;
-  }
-  const Copy &c = f->copies[f->taken++];
+  const Copy &c = f->copies[f->taken % 64];
+  if (f->taken == f->copying || (left > 0 && c.group + left >= f->copy_group)) return false;
   to = c.to; from = c.from;
+  f->taken++;
   return true;
 }
 void barrier(const char *file, int line, bool simd) {
