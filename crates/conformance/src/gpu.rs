@@ -2,6 +2,7 @@
 
 use lily_gpu::device::Open;
 use lily_gpu::{Driver, GpuDevice, Platform, Tuning};
+use lily_ops::sample::SampleParams;
 use lily_softgpu::{Options, SoftDriver};
 
 /// Opens drivers: of the kernels thread by thread on the host, or with LILY_GPU=cuda or LILY_GPU=metal of the GPU of this machine
@@ -30,6 +31,21 @@ pub fn units() -> Options {
     options.profile.threadgroup_memory = 48 << 10;
     options.profile.platform = Platform::HostUnits;
     options
+}
+
+/// Sampling with every rule at work.
+pub fn drawn() -> SampleParams {
+    SampleParams {
+        temperature: 0.9,
+        top_k: 40,
+        top_p: 0.95,
+        min_p: 0.01,
+        repetition_penalty: 1.1,
+        presence_penalty: 0.3,
+        frequency_penalty: 0.2,
+        seed: 7,
+        ..SampleParams::GREEDY
+    }
 }
 
 /// Whether the kernels run thread by thread on the host.

@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use lily_conformance::gpu::device;
+use lily_conformance::gpu::{device, drawn};
 use lily_conformance::{Fixture, argmax_equal, max_abs, read_json};
 use lily_device::{
     Device, Input, KvPart, Limits, Output, Program, Score, SegmentOut, SlotId, Step, StepError,
@@ -112,20 +112,6 @@ fn generate(
     Ok(ids)
 }
 
-fn sampled() -> SampleParams {
-    SampleParams {
-        temperature: 0.9,
-        top_k: 40,
-        top_p: 0.95,
-        min_p: 0.01,
-        repetition_penalty: 1.1,
-        presence_penalty: 0.3,
-        frequency_penalty: 0.2,
-        seed: 7,
-        ..SampleParams::GREEDY
-    }
-}
-
 /// Greedy and drawn: the token goes from step to step on the device or through the host, one or two
 /// steps in flight, first or second slot: always the same ids.
 #[test]
@@ -134,7 +120,7 @@ fn tokens_do_not_depend_on_how_they_are_handed_on() {
     let host = Tuning::without("token_handoff").expect("a switch");
     let mut device = program(&fixture, Tuning::default());
     let mut host = program(&fixture, host);
-    for params in [SampleParams::GREEDY, sampled()] {
+    for params in [SampleParams::GREEDY, drawn()] {
         let run = |p: &mut dyn Program, slot, ahead| {
             generate(p, SlotId(slot), &fixture.tokens, &params, 12, ahead).expect("it runs")
         };
@@ -150,7 +136,7 @@ fn tokens_do_not_depend_on_how_they_are_handed_on() {
 fn steps_are_taken_back_and_snapshots_restored() {
     let fixture = Fixture::open("tiny-c");
     let mut program = program(&fixture, Tuning::default());
-    let params = sampled();
+    let params = drawn();
     let want = generate(&mut *program, SLOT, &fixture.tokens, &params, 12, true).expect("it runs");
 
     let begun = generate(&mut *program, SLOT, &fixture.tokens, &params, 6, true).expect("it runs");

@@ -4,6 +4,7 @@ mod watch;
 
 use std::collections::HashMap;
 
+use lily_conformance::gpu::drawn;
 use lily_device::{Input, Limits, Output, SlotId, Step};
 use lily_gpu::Tuning;
 use lily_gpu::fuse::groups;
@@ -69,23 +70,12 @@ const SLOT: SlotId = SlotId(0);
 /// A prompt in two chunks, then tokens, greedy and drawn.
 fn steps() -> Vec<(Step, bool, Head)> {
     let ids = |range: std::ops::Range<u32>| Input::Tokens(range.map(|i| 100 + 37 * i).collect());
-    let drawn = SampleParams {
-        temperature: 0.9,
-        top_k: 20,
-        top_p: 0.95,
-        min_p: 0.01,
-        repetition_penalty: 1.1,
-        presence_penalty: 0.3,
-        frequency_penalty: 0.2,
-        seed: 7,
-        ..SampleParams::GREEDY
-    };
     let greedy = || Output::Sample(SampleParams::GREEDY);
     [
         (ids(0..40), Output::None, false, Head::None),
         (ids(40..52), greedy(), false, Head::Token),
         (Input::LastSampled, greedy(), true, Head::Token),
-        (Input::LastSampled, Output::Sample(drawn), true, Head::Token),
+        (Input::LastSampled, Output::Sample(drawn()), true, Head::Token),
         (Input::LastSampled, Output::None, true, Head::None),
     ]
     .into_iter()
