@@ -9,9 +9,9 @@ a slice with uneven experts, and llama.cpp's build. The next call uses them agai
 
 Parts, in their order; each has a time limit, one that fails leaves a line and the others go on:
 
-    correctness  the program's self-test; the test binaries given by --test; 1,000 decode steps five times, then without graphs, early
-                 starts and token handoff, and with log-probabilities: the same ids each time; compute-sanitizer on the demo model where
-                 it is installed
+    correctness  the program's self-test; the demo model's log-probabilities beside mlx-lm's; the test binaries given by --test; 1,000
+                 decode steps five times, then without graphs, early starts and token handoff, and with log-probabilities: the same ids
+                 each time; compute-sanitizer on the demo model where it is installed
     roofline     kernels alone beside their read-only twins
     by_op        seconds by operation of a prompt and of decode steps
     decode       `lily run` with sampling at 4K, 32K and 128K
@@ -47,10 +47,15 @@ GRACE = 20
 # Lengths, full and short.
 SIZES = {
     False: {"prompt": 4000, "steps": 1000, "again": 5, "decode": [(4000, 256), (32000, 256), (130000, 256)], "by_op": 4096, "by_op_prompt": 4096,
-            "slots": ("1,2,4,8", 4000, 256), "lengths": "", "decode_tokens": 64, "roofline": (4096, 4096), "sanitize": (64, 16)},
+            "slots": ("1,2,4,8", 4000, 256), "lengths": "", "decode_tokens": 64, "roofline": (4096, 4096), "sanitize": (64, 16),
+            "goldens": ["perplexity.json", "logprobs.json", "perplexity-long.json"]},
     True: {"prompt": 40, "steps": 24, "again": 2, "decode": [(40, 16), (80, 16)], "by_op": 32, "by_op_prompt": 32,
-           "slots": ("1,2", 64, 300), "lengths": "16,32", "decode_tokens": 4, "roofline": (16, 32), "sanitize": (16, 4)},
+           "slots": ("1,2", 64, 300), "lengths": "16,32", "decode_tokens": 4, "roofline": (16, 32), "sanitize": (16, 4), "goldens": ["perplexity.json"]},
 }
+# How far the perplexity over a few hundred positions may be from mlx-lm's, in per cent: as far as right runs were seen (docs/numerics.md).
+SHORT_TEXTS = {"perplexity.json": 0.3, "logprobs.json": 0.8}
+# What mlx-lm's own run in bf16 comes to over perplexity.json, in per cent. Over more positions it is told beside the bound.
+NARROW = 0.045
 # Switches, prompts, contexts: the original's lengths, for each the effect it published, in per cent.
 ABLATIONS = [
     (["dequantize_in_gemm", "gpu_routing"], [512], [], {"dequantize_in_gemm": 77.4, "gpu_routing": 89.0}),
@@ -291,6 +296,7 @@ def correctness(part):
     if os.path.exists(report):
         with open(report) as file:
             part.values["self_test"] = json.load(file)
+    goldens(part)
     env = dict(os.environ, LILY_NEEDS_CUDA="1", LILY_GPU="cuda") if s.cuda else None
     for test in o.test:
         name = os.path.basename(test)
@@ -308,6 +314,36 @@ def correctness(part):
         before = len(part.failures)
         if part.run(tool, argv) is not None and len(part.failures) == before:
             part.say("compute-sanitizer %s on the demo model: clean" % tool)
+
+
+def goldens(part):
+    """The demo model's log-probabilities beside mlx-lm's in float32. Over a long text no further than mlx-lm's own runs in bf16 with other orders
+    of sums: the ratio by one standard error more than the furthest of them, the differences of single positions not at all."""
+    s = part.session
+    demo = os.path.join(ROOT, "models", "demo")
+    for name in s.sizes["goldens"]:
+        path = os.path.join(demo, "golden", name)
+        argv = s.lily("bench", "score", "--device", s.o.device, "--model", demo, "--golden", path, "--json")
+        value = part.json("score-" + name.split(".")[0], argv + recorded(s, "numerics against mlx-lm in f32"))
+        if not value:
+            continue
+        # What is no number is null in JSON, and beyond every bound.
+        number = lambda key: float("nan") if value["all"][key] is None else value["all"][key]
+        apart, mean, bound, most = 100 * (number("ratio") - 1), number("mean_logprob_difference"), SHORT_TEXTS.get(name), None
+        line = "%s, %d positions: perplexity %+.3f %% from mlx-lm's" % (name, number("positions"), apart)
+        if bound is None:
+            with open(path) as file:
+                own = json.load(file)["bf16_f32acc"]
+            ratios = [100 * (ratio - 1) for ratio in own["perplexity_ratios"]]
+            bound, most = max(map(abs, ratios)) + 100 * max(own["standard_errors"]), max(own["mean_logprob_differences"])
+            line += ", %s %.3f %%; its own runs" % ("within" if abs(apart) <= NARROW else "beyond", NARROW)
+            line += " in bf16 %+.3f to %+.3f %%" % (min(ratios), max(ratios))
+        line += " (allowed %.3f %%); log-probabilities differ by %.5f" % (bound, mean)
+        line += " (allowed %.5f)" % most if most else ""
+        if value["all"]["top1_equal"] is not None:
+            line += "; most probable token equal at %d of %d" % (number("top1_equal"), number("top1_positions"))
+        right = abs(apart) <= bound and (most is None or mean <= most)
+        (part.say if right else part.fail)(line)
 
 
 def decode_steps(part):

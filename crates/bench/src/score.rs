@@ -87,6 +87,9 @@ pub struct Agreement {
     pub own: f64,
     /// Positions whose most probable tokens are equal, of those that the reference tells.
     pub top1: Option<(usize, usize)>,
+    /// Mean of the absolute differences of log-probabilities. It hardly hangs on the order of sums, as the ratio does, whose
+    /// differences have both signs.
+    pub mean: f64,
     /// Largest difference of two log-probabilities.
     pub worst: f64,
 }
@@ -108,12 +111,13 @@ pub fn compare(references: &[Reference], scored: &[Scored]) -> Vec<Agreement> {
 }
 
 fn agreement(name: &str, pairs: &[(&Reference, &Scored)]) -> Agreement {
-    let (mut reference, mut own, mut worst, mut positions) = (0.0, 0.0, 0f64, 0);
+    let (mut reference, mut own, mut apart, mut worst, mut positions) = (0.0, 0.0, 0f64, 0f64, 0);
     let mut top1 = None;
     for (r, s) in pairs {
         for (a, b) in r.logprob.iter().zip(&s.logprob) {
             reference -= a;
             own -= b;
+            apart += (a - b).abs();
             // A NaN must not get lost.
             worst = if (a - b).abs() <= worst { worst } else { (a - b).abs() };
             positions += 1;
@@ -131,6 +135,7 @@ fn agreement(name: &str, pairs: &[(&Reference, &Scored)]) -> Agreement {
         reference: perplexity(reference),
         own: perplexity(own),
         top1,
+        mean: apart / positions as f64,
         worst,
     }
 }
@@ -185,8 +190,20 @@ mod tests {
         assert_eq!(all[0].top1, Some((3, 4)));
         assert!((all[0].worst - 2f64.ln()).abs() < 1e-12);
         assert_eq!((all[1].top1, all[1].ratio()), (None, 1.0));
+        assert_eq!((all[1].mean, all[0].mean), (0.0, all[0].worst));
         // Of six positions, four are twice as uncertain: 2^(4/6).
         assert!((all[2].ratio() - 2f64.powf(4.0 / 6.0)).abs() < 1e-12);
         assert_eq!((all[2].positions, all[2].top1), (6, Some((3, 4))));
+        assert!((all[2].mean - 4.0 / 6.0 * 2f64.ln()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn differences_of_both_signs_do_not_cancel() {
+        let texts = r#"{"passages":[{"ids":[5,6,7],"logprob":[-1.0,-2.0]}]}"#;
+        let scored = Scored { logprob: vec![-1.5, -1.5], top1: vec![6, 7] };
+        let all = compare(&parse_references(texts).unwrap(), &[scored]);
+        assert_eq!((all[1].ratio(), all[1].mean, all[1].worst), (1.0, 0.5, 0.5));
+        let scored = Scored { logprob: vec![f64::NAN, -1.5], top1: vec![6, 7] };
+        assert!(compare(&parse_references(texts).unwrap(), &[scored])[1].mean.is_nan());
     }
 }

@@ -114,6 +114,9 @@ fn scores_against_the_goldens() {
     assert_eq!(value["all"]["positions"], 576);
     let ratio = value["all"]["ratio"].as_f64().unwrap();
     assert!((ratio - 1.0).abs() < 1e-4, "{value}");
+    let mean = value["all"]["mean_logprob_difference"].as_f64().unwrap();
+    let worst = value["all"]["worst_logprob_difference"].as_f64().unwrap();
+    assert!(mean > 0.0 && mean < worst && worst < 2e-3, "{value}");
     let file = golden("logprobs.json");
     let value = json(&["bench", "score", "--golden", &file, "--precise", "--json"]);
     assert_eq!(value["all"]["top1_equal"], value["all"]["top1_positions"]);

@@ -25,7 +25,7 @@ use crate::token_ids::{read_ids, read_text};
 ///
 /// The reference is a file of log-probabilities that mlx-lm made (models/demo/golden/perplexity.json), or mlx-lm
 /// itself. Shown are both perplexities, their ratio, how often the most probable token is the same, and the
-/// largest difference of two log-probabilities.
+/// mean and the largest difference of two log-probabilities.
 #[derive(Args)]
 pub struct ScoreArgs {
     #[command(flatten)]
@@ -145,7 +145,7 @@ fn show(args: &ScoreArgs, opened: &Opened, all: &[Agreement]) -> anyhow::Result<
         });
         return Ok(out.json(&value)?);
     }
-    let head = ["text", "positions", "reference", "lily", "ratio", "same top-1", "worst"];
+    let head = ["text", "positions", "reference", "lily", "ratio", "same top-1", "mean", "worst"];
     let mut rows = vec![head.map(String::from).to_vec()];
     rows.extend(all.iter().map(|a| {
         vec![
@@ -155,11 +155,12 @@ fn show(args: &ScoreArgs, opened: &Opened, all: &[Agreement]) -> anyhow::Result<
             format!("{:.4}", a.own),
             format!("{:.5}", a.ratio()),
             a.top1.map_or("unknown".into(), |(n, of)| format!("{n} of {of}")),
+            format!("{:.2e}", a.mean),
             format!("{:.2e}", a.worst),
         ]
     }));
     let title = format!("{}: perplexity, teacher-forced", opened.checkpoint.source());
-    let notes = vec!["worst: the largest difference of two log-probabilities".to_owned()];
+    let notes = vec!["mean and worst: of the differences of log-probabilities".to_owned()];
     print(&mut out, &[Table { title, rows, notes }])?;
     Ok(out.flush()?)
 }
@@ -173,6 +174,7 @@ fn as_json(a: &Agreement) -> Value {
         "ratio": a.ratio(),
         "top1_equal": a.top1.map(|t| t.0),
         "top1_positions": a.top1.map(|t| t.1),
+        "mean_logprob_difference": a.mean,
         "worst_logprob_difference": a.worst,
     })
 }
@@ -192,6 +194,8 @@ fn figures(all: &[Agreement]) -> Vec<Figure> {
             format!("{:.6}", a.ratio()),
             "times",
         ));
+        let mean = what("mean difference of log-probabilities");
+        figures.push(figure(mean, significant(a.mean), "nats"));
         if let Some((equal, of)) = a.top1 {
             let part = significant(100.0 * equal as f64 / of as f64);
             figures.push(figure(what("same most probable token"), part, "%"));
