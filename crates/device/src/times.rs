@@ -34,6 +34,8 @@ pub struct OperationTime {
     pub seconds: f64,
     /// Bytes that they move: weights on the CPU, everything on a GPU.
     pub bytes: u64,
+    /// Multiply-adds of their products, attention and recurrence, where they are counted.
+    pub macs: u64,
     /// The same bytes without arithmetic, if that was asked for.
     pub twins: Option<Twins>,
 }
@@ -49,6 +51,8 @@ pub struct OperationTimes {
     pub operations: Vec<OperationTime>,
     /// Bytes a second of a long read, where twins were asked for.
     pub read_rate: Option<f64>,
+    /// Multiply-adds a second of the device's matrix units at best, where it is known and twins were asked for.
+    pub matrix_rate: Option<f64>,
     /// Why steps are missing, if some are.
     pub trouble: Option<String>,
 }
@@ -63,6 +67,7 @@ impl OperationTimes {
                 t.calls += time.calls;
                 t.seconds += time.seconds;
                 t.bytes += time.bytes;
+                t.macs += time.macs;
                 t.twins = match (t.twins, time.twins) {
                     (Some(a), Some(b)) => Some(Twins {
                         read_only: a.read_only + b.read_only,
@@ -87,7 +92,7 @@ mod tests {
 
     fn time(operation: &'static str, kernel: &'static str, seconds: f64) -> OperationTime {
         let twins = Some(Twins { read_only: seconds / 4.0, no_arithmetic: seconds / 2.0 });
-        OperationTime { operation, kernel, calls: 2, seconds, bytes: 10, twins }
+        OperationTime { operation, kernel, calls: 2, seconds, bytes: 10, macs: 30, twins }
     }
 
     #[test]
@@ -99,6 +104,7 @@ mod tests {
         assert_eq!(times.operations.len(), 2);
         let first = &times.operations[0];
         assert_eq!((first.calls, first.seconds, first.bytes), (4, 4.0, 20));
+        assert_eq!(first.macs, 60);
         assert_eq!(first.twins, Some(Twins { read_only: 1.0, no_arithmetic: 2.0 }));
         assert_eq!(times.sum(), 6.0);
         times.add(OperationTime { twins: None, ..time("linear", "gemm", 1.0) });

@@ -93,7 +93,8 @@ pub struct Dispatch {
     pub args: Vec<u8>,
     /// Distinct bytes that the dispatch reads and writes, as its encoder counts them.
     pub traffic: u64,
-    /// Multiply-adds, where they and not the bytes may decide how long it takes; else 0.
+    /// Multiply-adds of its products, attention or recurrence, as its form does them and at most: where the bytes do not, they decide how
+    /// long it takes. What tiles multiply beyond the last row does not count; 0 for all other kernels.
     pub work: u64,
     /// How several dispatches can do what this one does, where it may take long; they write apart.
     pub cut: Option<Cut>,

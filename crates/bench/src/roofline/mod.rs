@@ -53,8 +53,20 @@ pub struct Row {
 impl Row {
     /// The least time of a call: that of its bytes or of its multiplications, whichever is longer.
     pub fn floor(&self, bytes_per_second: f64) -> f64 {
-        let macs = self.macs.zip(self.macs_per_second).map_or(0.0, |(n, rate)| n / rate);
-        (self.bytes / bytes_per_second).max(macs)
+        (self.bytes / bytes_per_second).max(self.macs_floor())
+    }
+
+    /// The least time of its multiplications.
+    fn macs_floor(&self) -> f64 {
+        self.macs.zip(self.macs_per_second).map_or(0.0, |(n, rate)| n / rate)
+    }
+
+    /// Which of the two is longer.
+    pub fn bound(&self, bytes_per_second: f64) -> &'static str {
+        match self.macs_floor() > self.bytes / bytes_per_second {
+            true => "products",
+            false => "bytes",
+        }
     }
 }
 
@@ -81,6 +93,7 @@ impl Roofline {
             "GB/s",
             "GMAC/s",
             "of limit",
+            "bound by",
             "read-only us",
             "no-arithmetic us",
         ];
@@ -88,6 +101,7 @@ impl Roofline {
         rows.extend(self.rows.iter().map(|row| self.cells(row)));
         let notes = vec![
             format!("read rate: {:.1} GB/s ({})", self.bytes_per_second / 1e9, self.how),
+            "limit: the time of the bytes or that of the products, whichever is longer".to_owned(),
             "read-only: the same bytes straight through; no-arithmetic: as the kernel divides them"
                 .to_owned(),
         ];
@@ -108,6 +122,7 @@ impl Roofline {
             rate(row.bytes),
             row.macs.map_or_else(none, rate),
             format!("{:.3}", row.floor(self.bytes_per_second) / all.median),
+            row.bound(self.bytes_per_second).to_owned(),
             micros(&row.read_only),
             micros(&row.no_arithmetic),
         ]
@@ -128,6 +143,7 @@ impl Roofline {
                 "no_arithmetic_seconds": row.no_arithmetic,
                 "bytes_per_second": seconds.map(|s| row.bytes / s),
                 "macs_per_second": seconds.and_then(|s| Some(row.macs? / s)),
+                "bound_by": row.bound(self.bytes_per_second),
                 "of_limit": seconds.map(|s| row.floor(self.bytes_per_second) / s),
             })
         };
@@ -200,10 +216,16 @@ mod tests {
         assert_eq!(roofline.rows[0].floor(4e9), 1.0);
         let cells = &roofline.table().rows[1];
         assert_eq!(cells[1..4], ["3000000", "± 33.3 %", "0.7"]);
-        assert_eq!(cells[4..], ["0.3", "0.333", "1000000", "–"]);
+        assert_eq!(cells[4..], ["0.3", "0.333", "products", "1000000", "–"]);
         let json = roofline.json();
         assert_eq!(json["kernels"][0]["bytes_per_second"], 2e9 / 3.0);
         assert_eq!(json["kernels"][0]["of_limit"], 1.0 / 3.0);
+        assert_eq!(json["kernels"][0]["bound_by"], "products");
+        // Without a rate of multiplications, or with fewer of them, the bytes are all that is known.
+        let unknown = Row { macs_per_second: None, ..roofline.rows[0].clone() };
+        assert_eq!((unknown.floor(4e9), unknown.bound(4e9)), (0.5, "bytes"));
+        let few = Row { macs: Some(4e8), ..roofline.rows[0].clone() };
+        assert_eq!((few.floor(4e9), few.bound(4e9)), (0.5, "bytes"));
     }
 
     #[test]

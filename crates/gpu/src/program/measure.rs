@@ -63,6 +63,7 @@ impl GpuProgram {
         };
         if let Some(reader) = &mut meter.reader {
             meter.times.read_rate = Some(reader.rate(&mut *self.driver)?);
+            meter.times.matrix_rate = self.driver.profile().macs;
         }
         self.meter = Some(meter);
         Ok(())
@@ -80,12 +81,13 @@ impl GpuProgram {
         }
     }
 
-    /// Measures the step that was submitted last, of this kind. A reason why it could not is kept with the times.
-    pub(super) fn measure_step(&mut self, kind: &Kind, before: &Moved) {
+    /// Measures the step that was submitted last, of this kind, its longest slot now of `context` tokens. A reason why it could not is kept
+    /// with the times.
+    pub(super) fn measure_step(&mut self, kind: &Kind, context: usize, before: &Moved) {
         let Some(mut meter) = self.meter.take() else { return };
         let reads_device = Moved::read(&mut *self.driver, &self.memory, &self.io);
         let result = reads_device.map_err(|e| e.to_string()).and_then(|after| {
-            let measured = self.run_alone(kind, before, &mut meter);
+            let measured = self.run_alone(kind, context, before, &mut meter);
             let restored = after.write(&mut *self.driver, &self.memory, &self.io);
             measured.and(restored.map_err(|e| e.to_string()))
         });
@@ -95,9 +97,19 @@ impl GpuProgram {
         self.meter = Some(meter);
     }
 
-    fn run_alone(&mut self, kind: &Kind, before: &Moved, meter: &mut Meter) -> Result<(), String> {
+    fn run_alone(
+        &mut self,
+        kind: &Kind,
+        context: usize,
+        before: &Moved,
+        meter: &mut Meter,
+    ) -> Result<(), String> {
         let tables = &self.memory.tables[kind.tables];
         let Recorded { mut list, scratch } = self.recording.record(kind, tables, &self.io)?;
+        // Lists are recorded for contexts of powers of two: what they move and multiply is that of the step's own.
+        let mut exact = kind.clone();
+        exact.shape.context = exact.shape.context.min(context as u32);
+        count_as(&mut list, &self.recording.record(&exact, tables, &self.io)?.list);
         if !list.breaks.is_empty() {
             return Err("steps whose routing is the host's are not measured".into());
         }
@@ -134,6 +146,7 @@ impl GpuProgram {
             let first = group.dispatches[0].clone();
             let calls = group.dispatches.len() as u64;
             let bytes = group.dispatches.iter().map(|d| d.traffic).sum();
+            let macs = group.dispatches.iter().map(|d| d.work).sum();
             let twins = match &mut meter.reader {
                 Some(reader) => {
                     let (straight, shaped) = reader.twins(&group.dispatches);
@@ -146,11 +159,23 @@ impl GpuProgram {
             };
             let seconds = time(&mut **driver, group.list(&list))?;
             let (operation, kernel) = (first.op, first.kernel);
-            meter.times.add(OperationTime { operation, kernel, calls, seconds, bytes, twins });
+            let time = OperationTime { operation, kernel, calls, seconds, bytes, macs, twins };
+            meter.times.add(time);
         }
         meter.times.steps += 1;
         meter.times.seconds += whole;
         Ok(())
+    }
+}
+
+/// Gives dispatches the counts of those of another list, where it has the same kernels.
+fn count_as(list: &mut CommandList, other: &CommandList) {
+    let kernels = |list: &CommandList| list.dispatches.iter().map(|d| d.kernel).collect::<Vec<_>>();
+    if kernels(list) != kernels(other) {
+        return;
+    }
+    for (d, other) in list.dispatches.iter_mut().zip(&other.dispatches) {
+        (d.traffic, d.work) = (other.traffic, other.work);
     }
 }
 

@@ -136,7 +136,7 @@ pub fn attention_decode(
     let cache = u64::from(segments) * attend.cache_bytes(c);
     let traffic = attend.row_bytes(c) + cache + partial;
     if fixed && policy.units {
-        // Each for its own slots; the bytes of both are told with the second.
+        // Each for its own slots; bytes and multiply-adds of both are told with the second.
         let general = [policy.most_splits, columns, segments];
         r.dispatch(kernel, general, 32 * SIMDS, bindings.clone(), &args, 0);
         let pages = [policy.splits, args.kv_heads, segments];
@@ -145,6 +145,7 @@ pub fn attention_decode(
         let grid = [policy.splits, columns, segments];
         r.dispatch(kernel, grid, 32 * SIMDS, bindings, &args, traffic);
     }
+    r.worth(attend.work(c));
 
     let read = [scratch, c.tables.headers, c.tables.segments];
     let mut bindings: Vec<Binding> = read.map(|o| Binding::new(o, Access::Read)).to_vec();
