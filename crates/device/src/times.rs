@@ -21,6 +21,29 @@ pub struct Twins {
     pub no_arithmetic: f64,
 }
 
+/// What a kernel takes inside its steps, among the others.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Inside {
+    /// It was not measured: only a step's costliest kernels are, and not all devices can.
+    #[default]
+    NotMeasured,
+    /// No step goes without it: other kernels read memory where the indices say that it writes.
+    Needed,
+    /// Seconds that the steps take less without all its launches.
+    Seconds(f64),
+}
+
+impl Inside {
+    /// Of two sets of steps.
+    fn and(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Seconds(a), Self::Seconds(b)) => Self::Seconds(a + b),
+            (Self::Needed, _) | (_, Self::Needed) => Self::Needed,
+            _ => Self::NotMeasured,
+        }
+    }
+}
+
 /// One kernel of one operation, in all steps that were measured.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct OperationTime {
@@ -38,6 +61,8 @@ pub struct OperationTime {
     pub macs: u64,
     /// The same bytes without arithmetic, if that was asked for.
     pub twins: Option<Twins>,
+    /// What it takes among the others, if that was asked for.
+    pub inside: Inside,
 }
 
 /// Seconds by operation since measuring began.
@@ -68,6 +93,7 @@ impl OperationTimes {
                 t.seconds += time.seconds;
                 t.bytes += time.bytes;
                 t.macs += time.macs;
+                t.inside = t.inside.and(time.inside);
                 t.twins = match (t.twins, time.twins) {
                     (Some(a), Some(b)) => Some(Twins {
                         read_only: a.read_only + b.read_only,
@@ -92,7 +118,8 @@ mod tests {
 
     fn time(operation: &'static str, kernel: &'static str, seconds: f64) -> OperationTime {
         let twins = Some(Twins { read_only: seconds / 4.0, no_arithmetic: seconds / 2.0 });
-        OperationTime { operation, kernel, calls: 2, seconds, bytes: 10, macs: 30, twins }
+        let inside = Inside::Seconds(seconds / 8.0);
+        OperationTime { operation, kernel, calls: 2, seconds, bytes: 10, macs: 30, twins, inside }
     }
 
     #[test]
@@ -104,10 +131,14 @@ mod tests {
         assert_eq!(times.operations.len(), 2);
         let first = &times.operations[0];
         assert_eq!((first.calls, first.seconds, first.bytes), (4, 4.0, 20));
-        assert_eq!(first.macs, 60);
+        assert_eq!((first.macs, first.inside), (60, Inside::Seconds(0.5)));
         assert_eq!(first.twins, Some(Twins { read_only: 1.0, no_arithmetic: 2.0 }));
         assert_eq!(times.sum(), 6.0);
-        times.add(OperationTime { twins: None, ..time("linear", "gemm", 1.0) });
+        let inside = Inside::NotMeasured;
+        times.add(OperationTime { twins: None, inside, ..time("linear", "gemm", 1.0) });
         assert_eq!(times.operations[1].twins, None, "half of a twin is none");
+        assert_eq!(times.operations[1].inside, Inside::NotMeasured);
+        times.add(OperationTime { inside: Inside::Needed, ..time("linear", "gemm", 1.0) });
+        assert_eq!(times.operations[1].inside, Inside::Needed);
     }
 }

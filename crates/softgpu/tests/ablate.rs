@@ -73,6 +73,8 @@ fn operations_of_both_phases_have_times_and_twins() {
         assert_eq!(figures.len(), times.operations.len() + 1);
         let rows = device_rows("step", &times);
         assert!(rows.iter().all(|r| r.read_only[0] > 0.0 && r.no_arithmetic[0] > 0.0));
+        let products = |kernel: &str| kernel.contains("gemv") || kernel.contains("experts");
+        assert!(rows.iter().all(|r| r.macs.is_some() || !products(&r.kernel)), "{rows:?}");
     }
     // Afterwards it is as fast as before, and measures nothing.
     assert!(lily.prefill(20).unwrap() > 0.0);

@@ -1,6 +1,6 @@
 //! What a device measured of its own steps, as tables.
 
-use lily_device::{OperationTime, OperationTimes};
+use lily_device::{Inside, OperationTime, OperationTimes};
 use serde_json::{Value, json};
 
 use super::Row;
@@ -111,6 +111,10 @@ pub fn device_rows(what: &str, times: &OperationTimes) -> Vec<Row> {
             seconds: vec![time.seconds / calls],
             read_only: twin(|t| t.read_only),
             no_arithmetic: twin(|t| t.no_arithmetic),
+            inside: match time.inside {
+                Inside::Seconds(seconds) => Inside::Seconds(seconds / calls),
+                other => other,
+            },
             ..Row::default()
         }
     };
@@ -132,7 +136,17 @@ mod tests {
         {
             let twins = Some(Twins { read_only: seconds / 2.0, no_arithmetic: seconds });
             let macs = 4 * bytes;
-            times.add(OperationTime { operation, kernel, calls: 8, seconds, bytes, macs, twins });
+            let inside = Inside::Seconds(seconds / 4.0);
+            times.add(OperationTime {
+                operation,
+                kernel,
+                calls: 8,
+                seconds,
+                bytes,
+                macs,
+                twins,
+                inside,
+            });
         }
         times
     }
@@ -165,6 +179,7 @@ mod tests {
         assert_eq!(rows[0].kernel, "decode: linear: gemv");
         assert_eq!((rows[0].bytes, &rows[0].seconds[..]), (5e8, &[0.25][..]));
         assert_eq!((rows[0].read_only[0], rows[0].no_arithmetic[0]), (0.125, 0.25));
+        assert_eq!(rows[0].inside, Inside::Seconds(0.0625));
         // 2 G multiply-adds take longer than half a GB at 4 GB/s; a kernel without any has no such limit.
         assert_eq!(
             (rows[0].macs, rows[0].floor(4e9), rows[0].bound(4e9)),

@@ -2,13 +2,15 @@
 //!
 //! After a step has run, its dispatches run again on memory of their own, in which no value takes another's place:
 //! first as a whole, then all dispatches of each kernel of an operation by themselves. The layers' weights differ, so
-//! that none of them comes out of a cache. Kernels are functions of what they read, so a step's state and results
+//! that none of them comes out of a cache. Then the step runs again as a whole, in turns with the step without one kernel: what that
+//! saves is what the kernel takes inside. What a left-out kernel would have written is there from the runs with it, since no other value lies
+//! there, so that those behind it read what they always read; and none is left out that writes indices. Kernels are functions of what they read, so a step's state and results
 //! stay what they were; what moves on with a step is put back before each run.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use lily_device::{Measure, OperationTime, OperationTimes, Twins};
+use lily_device::{Inside, Measure, OperationTime, OperationTimes, Twins};
 use lily_ops::ElementType;
 
 use super::record::{Kind, Recorded};
@@ -23,6 +25,10 @@ use crate::text::{Shape, Text};
 const WARM_UP: usize = 2;
 /// Measured runs; their median counts.
 const ROUNDS: usize = 5;
+/// Kernels that are left out one by one: the costliest.
+const COSTLIEST: usize = 10;
+/// Measured pairs of a step and the step without a kernel; their median counts.
+const PAIRS: usize = 5;
 /// Bytes of the long read that tells the device's rate.
 const LONG_READ: u64 = 8 << 30;
 /// Threads and threadgroups a core of a read without a kernel's grid.
@@ -138,10 +144,11 @@ impl GpuProgram {
         meter: &mut Meter,
     ) -> Result<(), DriverError> {
         let Self { driver, memory, io, .. } = self;
-        let time = |driver: &mut dyn Driver, list: CommandList| {
-            time(driver, list, |driver| before.write(driver, memory, io))
-        };
-        let whole = time(&mut **driver, list.clone())?;
+        let put_back = |driver: &mut dyn Driver| before.write(driver, memory, io);
+        let time = |driver: &mut dyn Driver, list| time(driver, list, put_back);
+        let list = Arc::new(list);
+        let whole = time(&mut **driver, Arc::clone(&list))?;
+        let mut measured = Vec::new();
         for group in groups(&list) {
             let first = group.dispatches[0].clone();
             let calls = group.dispatches.len() as u64;
@@ -151,21 +158,95 @@ impl GpuProgram {
                 Some(reader) => {
                     let (straight, shaped) = reader.twins(&group.dispatches);
                     Some(Twins {
-                        read_only: time(&mut **driver, straight)?,
-                        no_arithmetic: time(&mut **driver, shaped)?,
+                        read_only: time(&mut **driver, Arc::new(straight))?,
+                        no_arithmetic: time(&mut **driver, Arc::new(shaped))?,
                     })
                 }
                 None => None,
             };
-            let seconds = time(&mut **driver, group.list(&list))?;
+            let seconds = time(&mut **driver, Arc::new(group.list(&list)))?;
             let (operation, kernel) = (first.op, first.kernel);
-            let time = OperationTime { operation, kernel, calls, seconds, bytes, macs, twins };
-            meter.times.add(time);
+            let inside = Inside::NotMeasured;
+            measured.push(OperationTime {
+                operation,
+                kernel,
+                calls,
+                seconds,
+                bytes,
+                macs,
+                twins,
+                inside,
+            });
         }
+        if meter.reader.is_some() {
+            let mut costliest: Vec<&mut OperationTime> = measured.iter_mut().collect();
+            costliest.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+            for time in costliest.into_iter().take(COSTLIEST) {
+                time.inside = inside(&mut **driver, &list, time, put_back)?;
+            }
+        }
+        measured.into_iter().for_each(|time| meter.times.add(time));
         meter.times.steps += 1;
         meter.times.seconds += whole;
         Ok(())
     }
+}
+
+/// What a kernel takes inside a step.
+fn inside(
+    driver: &mut dyn Driver,
+    list: &Arc<CommandList>,
+    time: &OperationTime,
+    before: impl FnMut(&mut dyn Driver) -> Result<(), DriverError>,
+) -> Result<Inside, DriverError> {
+    let own = |d: &Dispatch| (d.op, d.kernel) == (time.operation, time.kernel);
+    if list.dispatches.iter().any(|d| own(d) && d.writes_indices()) {
+        return Ok(Inside::Needed);
+    }
+    let less = Arc::new(list.without(own));
+    saved(driver, [list, &less], before).map(Inside::Seconds)
+}
+
+/// How many seconds the second of two lists takes less than the first, which is warm: median of pairs, in one order and then in the other.
+fn saved(
+    driver: &mut dyn Driver,
+    lists: [&Arc<CommandList>; 2],
+    mut before: impl FnMut(&mut dyn Driver) -> Result<(), DriverError>,
+) -> Result<f64, DriverError> {
+    for _ in 0..WARM_UP {
+        before(driver)?;
+        run(driver, lists[1])?;
+    }
+    let mut pairs = Vec::new();
+    for pair in 0..PAIRS {
+        let (mut seconds, mut told) = ([0.0; 2], true);
+        for which in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
+            before(driver)?;
+            (seconds[which], told) = run(driver, lists[which])?;
+        }
+        let saved = seconds[0] - seconds[1];
+        if !told {
+            return Ok(saved);
+        }
+        pairs.push(saved);
+    }
+    Ok(middle(pairs))
+}
+
+fn middle(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Seconds of one run, and whether the device told them; else they are the host's.
+fn run(driver: &mut dyn Driver, list: &Arc<CommandList>) -> Result<(f64, bool), DriverError> {
+    let start = Instant::now();
+    let submission = driver.submit(list)?;
+    let told = driver.wait(submission)?.seconds;
+    Ok(match told > 0.0 {
+        true => (told, true),
+        false => (start.elapsed().as_secs_f64(), false),
+    })
 }
 
 /// Gives dispatches the counts of those of another list, where it has the same kernels.
@@ -216,24 +297,19 @@ impl Group {
 /// Median seconds of a list. A device that does not tell its times is asked once, by the host's clock.
 pub(super) fn time(
     driver: &mut dyn Driver,
-    list: CommandList,
+    list: Arc<CommandList>,
     mut before: impl FnMut(&mut dyn Driver) -> Result<(), DriverError>,
 ) -> Result<f64, DriverError> {
-    let list = Arc::new(list);
     let mut times = Vec::new();
     for _ in 0..WARM_UP + ROUNDS {
         before(driver)?;
-        let start = Instant::now();
-        let submission = driver.submit(&list)?;
-        let told = driver.wait(submission)?.seconds;
-        if told <= 0.0 {
-            return Ok(start.elapsed().as_secs_f64());
+        let (seconds, told) = run(driver, &list)?;
+        if !told {
+            return Ok(seconds);
         }
-        times.push(told);
+        times.push(seconds);
     }
-    let mut measured = times.split_off(WARM_UP);
-    measured.sort_by(f64::total_cmp);
-    Ok(measured[measured.len() / 2])
+    Ok(middle(times.split_off(WARM_UP)))
 }
 
 impl Moved {
@@ -336,6 +412,7 @@ impl Reader {
             let part = Part { buffer, bytes: size, first: 0, packets, passes: 1 };
             read(&mut recorder, &part, self.grid(), self.out, false);
         }
-        Ok(bytes as f64 / time(driver, self.list(recorder), |_| Ok(()))?)
+        let list = Arc::new(self.list(recorder));
+        Ok(bytes as f64 / time(driver, list, |_| Ok(()))?)
     }
 }
