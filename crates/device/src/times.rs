@@ -10,6 +10,23 @@ pub enum Measure {
     Operations,
     /// Likewise, and beside each kernel how long its bytes take without its arithmetic.
     Twins,
+    /// Nothing but how fast decode steps can read K and V, on GPUs: see [`CacheRead`].
+    Cache,
+}
+
+/// K or V of all layers, read alone as the attention of decode steps reads it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CacheRead {
+    /// K, else V.
+    pub keys: bool,
+    /// Lanes read neighbouring elements; else a row of K each, and V element by element.
+    pub coalesced: bool,
+    /// Launches: one a layer and step.
+    pub launches: u64,
+    /// Distinct bytes that they read.
+    pub bytes: u64,
+    /// Seconds of all of them.
+    pub seconds: f64,
 }
 
 /// How long the bytes that a kernel moves take when nothing is computed with them.
@@ -74,6 +91,8 @@ pub struct OperationTimes {
     pub seconds: f64,
     /// The operations, in the order in which they first ran.
     pub operations: Vec<OperationTime>,
+    /// Reads of K and V, where these were asked for.
+    pub cache: Vec<CacheRead>,
     /// Bytes a second of a long read, where twins were asked for.
     pub read_rate: Option<f64>,
     /// Multiply-adds a second of the device's matrix units at best, where it is known and twins were asked for.
@@ -103,6 +122,19 @@ impl OperationTimes {
                 };
             }
             None => self.operations.push(time),
+        }
+    }
+
+    /// Adds reads of K or V to those of the same kind.
+    pub fn add_cache(&mut self, read: CacheRead) {
+        let same = |r: &&mut CacheRead| (r.keys, r.coalesced) == (read.keys, read.coalesced);
+        match self.cache.iter_mut().find(same) {
+            Some(r) => {
+                r.launches += read.launches;
+                r.bytes += read.bytes;
+                r.seconds += read.seconds;
+            }
+            None => self.cache.push(read),
         }
     }
 
@@ -138,6 +170,12 @@ mod tests {
         times.add(OperationTime { twins: None, inside, ..time("linear", "gemm", 1.0) });
         assert_eq!(times.operations[1].twins, None, "half of a twin is none");
         assert_eq!(times.operations[1].inside, Inside::NotMeasured);
+        let read = CacheRead { keys: true, coalesced: true, launches: 10, bytes: 8, seconds: 0.5 };
+        times.add_cache(read);
+        times.add_cache(CacheRead { keys: false, ..read });
+        times.add_cache(read);
+        let twice = CacheRead { launches: 20, bytes: 16, seconds: 1.0, ..read };
+        assert_eq!(times.cache, [twice, CacheRead { keys: false, ..read }]);
         times.add(OperationTime { inside: Inside::Needed, ..time("linear", "gemm", 1.0) });
         assert_eq!(times.operations[1].inside, Inside::Needed);
     }

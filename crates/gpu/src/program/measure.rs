@@ -31,13 +31,16 @@ const COSTLIEST: usize = 10;
 const PAIRS: usize = 5;
 /// Bytes of the long read that tells the device's rate.
 const LONG_READ: u64 = 8 << 30;
+/// Bytes that leave nothing else in a device's caches.
+const FLUSH: u64 = 512 << 20;
 /// Threads and threadgroups a core of a read without a kernel's grid.
 const READ_GRID: (u32, u32) = (256, 8);
 
 /// What is measured, and what it takes.
 pub(super) struct Meter {
-    times: OperationTimes,
-    reader: Option<Reader>,
+    what: Measure,
+    pub times: OperationTimes,
+    pub reader: Option<Reader>,
 }
 
 /// Words that a step moves on.
@@ -58,16 +61,16 @@ impl GpuProgram {
         if let Some(reader) = self.meter.take().and_then(|meter| meter.reader) {
             self.driver.release(reader.out.buffer);
         }
-        let mut meter = match what {
+        let reader = match what {
             Measure::Nothing => return Ok(()),
-            Measure::Operations => Meter { times: OperationTimes::default(), reader: None },
-            Measure::Twins => {
+            Measure::Operations => None,
+            Measure::Twins | Measure::Cache => {
                 let slabs = self.recording.slabs();
-                let reader = Reader::new(&mut *self.driver, &self.recording.text_shape(), slabs)?;
-                Meter { times: OperationTimes::default(), reader: Some(reader) }
+                Some(Reader::new(&mut *self.driver, &self.recording.text_shape(), slabs)?)
             }
         };
-        if let Some(reader) = &mut meter.reader {
+        let mut meter = Meter { what, times: OperationTimes::default(), reader };
+        if let (Measure::Twins, Some(reader)) = (what, &mut meter.reader) {
             meter.times.read_rate = Some(reader.rate(&mut *self.driver)?);
             meter.times.matrix_rate = self.driver.profile().macs;
         }
@@ -93,7 +96,10 @@ impl GpuProgram {
         let Some(mut meter) = self.meter.take() else { return };
         let reads_device = Moved::read(&mut *self.driver, &self.memory, &self.io);
         let result = reads_device.map_err(|e| e.to_string()).and_then(|after| {
-            let measured = self.run_alone(kind, context, before, &mut meter);
+            let measured = match meter.what {
+                Measure::Cache => self.read_caches(kind, context, before, &mut meter),
+                _ => self.run_alone(kind, context, before, &mut meter),
+            };
             let restored = after.write(&mut *self.driver, &self.memory, &self.io);
             measured.and(restored.map_err(|e| e.to_string()))
         });
@@ -250,7 +256,7 @@ fn run(driver: &mut dyn Driver, list: &Arc<CommandList>) -> Result<(f64, bool), 
 }
 
 /// Gives dispatches the counts of those of another list, where it has the same kernels.
-fn count_as(list: &mut CommandList, other: &CommandList) {
+pub(super) fn count_as(list: &mut CommandList, other: &CommandList) {
     let kernels = |list: &CommandList| list.dispatches.iter().map(|d| d.kernel).collect::<Vec<_>>();
     if kernels(list) != kernels(other) {
         return;
@@ -321,7 +327,7 @@ impl Moved {
         Ok(Self { headers: part(memory.tables[0].headers)?, counts: part(io.counts)? })
     }
 
-    fn write(
+    pub fn write(
         &self,
         driver: &mut dyn Driver,
         memory: &Memory,
@@ -334,7 +340,7 @@ impl Moved {
 }
 
 /// Reads the weights' slabs, on and on, so that nothing it reads was read lately.
-struct Reader {
+pub(super) struct Reader {
     pipeline: Pipeline,
     slabs: Vec<(Buffer, u64)>,
     /// Slab and packet that are next.
@@ -397,22 +403,30 @@ impl Reader {
         (self.list(straight), self.list(shaped))
     }
 
-    /// Bytes a second of a long read.
-    fn rate(&mut self, driver: &mut dyn Driver) -> Result<f64, DriverError> {
-        let (mut recorder, mut left) = (Recorder::default(), LONG_READ);
-        let mut bytes = 0;
+    /// Reads each slab, up to so many bytes in all; also how many these are.
+    fn sweep(&self, most: u64) -> (CommandList, u64) {
+        let (mut recorder, mut left) = (Recorder::default(), most);
         for (buffer, size) in self.slabs.clone() {
             let packets = (size.min(left) / PACKET).min(1 << 31);
             if packets == 0 {
                 continue;
             }
             left -= packets * PACKET;
-            bytes += packets * PACKET;
             let packets = packets as u32;
             let part = Part { buffer, bytes: size, first: 0, packets, passes: 1 };
             read(&mut recorder, &part, self.grid(), self.out, false);
         }
-        let list = Arc::new(self.list(recorder));
-        Ok(bytes as f64 / time(driver, list, |_| Ok(()))?)
+        (self.list(recorder), most - left)
+    }
+
+    /// A read after which no cache holds anything else.
+    pub fn flush(&self) -> Arc<CommandList> {
+        Arc::new(self.sweep(FLUSH).0)
+    }
+
+    /// Bytes a second of a long read.
+    fn rate(&mut self, driver: &mut dyn Driver) -> Result<f64, DriverError> {
+        let (list, bytes) = self.sweep(LONG_READ);
+        Ok(bytes as f64 / time(driver, Arc::new(list), |_| Ok(()))?)
     }
 }

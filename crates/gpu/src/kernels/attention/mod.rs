@@ -10,7 +10,7 @@ pub mod decode;
 pub mod prefill;
 pub mod prep;
 
-pub use decode::{attention_decode, attention_scratch_bytes};
+pub use decode::{CacheRead, attention_decode, attention_scratch_bytes, read_cache};
 pub use prefill::attention_prefill;
 pub use prep::{Prep, attention_prep};
 
