@@ -46,16 +46,17 @@ fn answer(program: &mut dyn Program, tokens: &[u32]) -> (Vec<u32>, lily_device::
     (ids, program.snapshot(SLOT).expect("the slot is usable"))
 }
 
-fn same_results(device: &dyn Device, kinds: &[Measure]) {
+/// Each kind with the steps of which it is measured.
+fn same_results(device: &dyn Device, kinds: &[(Measure, u64)]) {
     let (fixture, mut program) = program(device);
     let want = answer(&mut *program, &fixture.tokens);
-    for kind in kinds {
+    for (kind, steps) in kinds {
         program.measure(*kind).expect("it can be measured");
         let got = answer(&mut *program, &fixture.tokens);
         assert_eq!(got.0, want.0, "{kind:?}");
         assert!(got.1 == want.1, "{kind:?}: another state");
         let times = program.operation_times();
-        assert_eq!((times.steps, times.trouble), (4, None));
+        assert_eq!((times.steps, times.trouble), (*steps, None));
     }
     program.measure(Measure::Nothing).expect("it can be ended");
     assert!(answer(&mut *program, &fixture.tokens) == want, "afterwards");
@@ -65,15 +66,18 @@ fn same_results(device: &dyn Device, kinds: &[Measure]) {
 #[test]
 fn measuring_changes_no_result_on_the_cpu() {
     let device = CpuDevice::new(CpuOptions { threads: Some(2), isa: None });
-    same_results(&device, &[Measure::Operations]);
+    same_results(&device, &[(Measure::Operations, 4)]);
     let (_, mut program) = program(&device);
-    let refused = program.measure(Measure::Twins);
-    assert!(matches!(refused, Err(StepError::Refused(_))), "{refused:?}");
+    for what in [Measure::Twins, Measure::Cache] {
+        let refused = program.measure(what);
+        assert!(matches!(refused, Err(StepError::Refused(_))), "{refused:?}");
+    }
 }
 
 #[test]
 fn measuring_changes_no_result_on_the_gpu_kernels() {
-    same_results(&gpu(), &[Measure::Operations, Measure::Twins]);
+    let kinds = [(Measure::Operations, 4), (Measure::Twins, 4), (Measure::Cache, 2)];
+    same_results(&gpu(), &kinds);
 }
 
 #[test]
@@ -166,7 +170,7 @@ fn inside_of_the_costliest(times: &OperationTimes) {
 fn prompts_are_measured_inside_too() {
     let (fixture, mut program) = program(&gpu());
     program.measure(Measure::Twins).expect("it can be measured");
-    let input = Input::Tokens(fixture.tokens[..40].to_vec());
+    let input = Input::Tokens(fixture.tokens[..12].to_vec());
     program
         .run(Step::one(SLOT, input, Output::Sample(SampleParams::GREEDY)))
         .expect("the step runs");

@@ -26,24 +26,38 @@ KERNEL(read_bytes, 1024, IN(0, uint, slab), OUT(1, uint, out), ARGS(2, ReadArgs,
 
 // K or V of a step's slots, read as the splits of attention read it: by its functions, in its grid, with nothing in between. A simdgroup's sum
 // of all words goes to `out`.
+// A simdgroup's tile of tokens from t0 on, as far as the split has them.
+template <bool TOGETHER> FN void read_tile(THREAD uint (*words)[LANE_WORDS], const THREAD DecodeSplit &split, ulong page, const DEVICE bf16 *cache,
+    const DEVICE uint *pages, CONSTANT AttentionArgs &p, uint t0, uint lane)
+{
+  const ulong at = t0 < split.end ? tile_at(split, page, pages, p, t0) : 0;
+  for (uint t = 0; t < ATTENTION_TILE; t++) {
+    for (uint i = 0; i < LANE_WORDS; i++) words[t][i] = 0;
+    if (t0 + t < split.end) read_token<TOGETHER>(words[t], cache + at, t, lane);
+  }
+}
+
 template <bool KEYS, bool TOGETHER> FN uint read_split(const DEVICE bf16 *cache, const DEVICE uint *pages, const DEVICE SlotHeader *headers,
     const DEVICE SegmentEntry *segments, CONSTANT AttentionArgs &p, const TG uint *nothing, uint3 group, uint lane, uint simd)
 {
+  const bool rows = KEYS && !TOGETHER; // each lane has a row
   const DecodeSplit split = split_of<ATTENTION_PACK, true>(headers, segments, p, group);
   const ulong page = split.begin < split.end ? split_page(split, pages, p) : 0;
+  const uint first = split.begin + simd * ATTENTION_TILE, stride = ATTENTION_SIMDS * ATTENTION_TILE;
   uint sum = 0;
-  for (uint t0 = split.begin + simd * ATTENTION_TILE; t0 < split.end; t0 += ATTENTION_SIMDS * ATTENTION_TILE) {
-    const ulong at = tile_at(split, page, pages, p, t0);
-    const uint n = split.end - t0 < ATTENTION_TILE ? split.end - t0 : ATTENTION_TILE;
-    if (KEYS && !TOGETHER) {
+  // A tile is under way while the one before it is summed up: else the compiler has half of a tile under way, for fewer registers.
+  uint ahead[ATTENTION_TILE][LANE_WORDS];
+  if (!rows) read_tile<TOGETHER>(ahead, split, page, cache, pages, p, first, lane);
+  for (uint t0 = first; t0 < split.end; t0 += stride) {
+    if (rows) {
+      const ulong at = tile_at(split, page, pages, p, t0);
       const uint t = own_score<ATTENTION_PACK>(lane) % ATTENTION_TILE;
-      sum += t < n ? strided_row(Parts<32>(), nothing, cache + at + t * HEAD_DIM, 0) : 0;
+      sum += t0 + t < split.end ? strided_row(Parts<32>(), nothing, cache + at + t * HEAD_DIM, 0) : 0;
     } else {
       uint words[ATTENTION_TILE][LANE_WORDS];
-      for (uint t = 0; t < ATTENTION_TILE; t++) {
-        for (uint i = 0; i < LANE_WORDS; i++) words[t][i] = 0;
-        if (t < n) read_token<TOGETHER>(words[t], cache + at, t, lane);
-      }
+      for (uint t = 0; t < ATTENTION_TILE; t++)
+        for (uint i = 0; i < LANE_WORDS; i++) words[t][i] = ahead[t][i];
+      read_tile<TOGETHER>(ahead, split, page, cache, pages, p, t0 + stride, lane);
       for (uint t = 0; t < ATTENTION_TILE; t++) sum += row_part(nothing, words[t], 0);
     }
   }

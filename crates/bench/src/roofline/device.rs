@@ -115,7 +115,6 @@ pub fn device_rows(what: &str, times: &OperationTimes) -> Vec<Row> {
                 Inside::Seconds(seconds) => Inside::Seconds(seconds / calls),
                 other => other,
             },
-            ..Row::default()
         }
     };
     sorted(times).iter().map(row).collect()
