@@ -393,10 +393,19 @@ def roofline(part):
         return
     part.say("reads at %.0f GB/s (%s)" % (value["bytes_per_second"] / 1e9, value["how"]))
     median = lambda list: sorted(list)[len(list) // 2] if list else 0.0
-    for row in sorted(value["kernels"], key=lambda row: -median(row["seconds"]))[:10]:
-        limit = "%.1f %% of the limit" % (100 * row["of_limit"]) if row.get("of_limit") else "no limit known"
-        twin = median(row.get("read_only_seconds") or [])
-        part.say("%s: %.1f us, read-only twin %.1f us, %s" % (row["kernel"], 1e6 * median(row["seconds"]), 1e6 * twin, limit))
+    # On a GPU ten of each step, by what all launches take.
+    step = lambda row: row["kernel"].split(": ")[0] if s.cuda else ""
+    whole = lambda row: median(row["seconds"]) * (row["calls"] if s.cuda else 1)
+    for name in dict.fromkeys(step(row) for row in value["kernels"]):
+        rows = [row for row in value["kernels"] if step(row) == name]
+        for row in sorted(rows, key=lambda row: -whole(row))[:10]:
+            limit = "%.1f %% of the limit" % (100 * row["of_limit"]) if row.get("of_limit") else "no limit known"
+            limit += " (%s)" % row["bound_by"] if row.get("bound_by") else ""
+            if row.get("inside_seconds") is not None:
+                limit += ", inside %.1f us" % (1e6 * row["inside_seconds"])
+                limit += ", %.1f %%" % (100 * row["of_limit_inside"]) if row["of_limit_inside"] else ""
+            twin = median(row.get("read_only_seconds") or [])
+            part.say("%s: %.1f us, read-only twin %.1f us, %s" % (row["kernel"], 1e6 * median(row["seconds"]), 1e6 * twin, limit))
 
 
 def by_op(part):
@@ -485,6 +494,9 @@ def ablate_one(part, name, model, switches, prefill, decode, published):
                 part.say("%s%s: %+.1f %%%s" % (where, " with uneven experts" if model == s.skewed else "", 100 * (without["ratio"] - 1), beside))
             else:
                 part.fail("%s: %s" % (where, without["trouble"] or point["engines"][0]["trouble"]))
+        for at in entry.get("cache") or []:
+            rates = ["%s %s %.0f GB/s" % (read["what"], "on" if read["coalesced_kv"] else "off", read["bytes_per_second"] / 1e9) for read in at["reads"]]
+            part.say("K and V of %d tokens alone, coalesced_kv: %s" % (at["context"], at["trouble"] or ", ".join(rates)))
 
 
 def ablate(part):

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use crate::cache::CacheReads;
 use crate::engine::{Engine, Missing, Trouble};
 use crate::protocol::{Measured, MeasuredPoint, Protocol, Watch, run};
 use crate::report::{Table, as_json};
@@ -12,8 +13,21 @@ use crate::stats::Summary;
 pub struct Switch<'a> {
     /// Its name.
     pub name: String,
+    /// What both of its pair do without.
+    pub beside: Vec<String>,
     /// Opens the engine without it.
     pub without: Box<dyn FnOnce() -> Result<Box<dyn Engine>, Trouble> + 'a>,
+}
+
+/// A pair, measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ablated {
+    /// What both do without.
+    pub beside: Vec<String>,
+    /// The engine with the optimisation, and the one without.
+    pub measured: Measured,
+    /// How fast K and V are read with the optimisation and without, each alone, where that was measured.
+    pub cache: Vec<CacheReads>,
 }
 
 /// Measures the engine beside each that leaves something out, one pair after another. One that cannot be opened
@@ -23,16 +37,16 @@ pub fn ablate(
     switches: Vec<Switch>,
     protocol: &Protocol,
     watch: &mut dyn Watch,
-) -> Vec<Measured> {
+) -> Vec<Ablated> {
     let mut results = Vec::new();
-    for Switch { name, without } in switches {
+    for Switch { name, beside, without } in switches {
         let mut other =
             without().unwrap_or_else(|trouble| Box::new(Missing::new(name.clone(), trouble)));
         let pair: &mut [&mut dyn Engine] = &mut [base, &mut *other];
         let mut measured = run(pair, protocol, watch);
         measured.engines[1] = name;
         let interrupted = measured.interrupted();
-        results.push(measured);
+        results.push(Ablated { beside, measured, cache: Vec::new() });
         if interrupted {
             break;
         }
@@ -41,10 +55,10 @@ pub fn ablate(
 }
 
 /// The table of all pairs.
-pub fn table(title: &str, results: &[Measured]) -> Table {
+pub fn table(title: &str, results: &[Ablated]) -> Table {
     let head = ["switch", "measured", "effect", "least", "most", "so it"];
     let mut rows = vec![head.map(String::from).to_vec()];
-    for measured in results {
+    for Ablated { measured, .. } in results {
         for point in &measured.points {
             let mut row = vec![measured.engines[1].clone(), point.point.to_string()];
             match point.ratio(1) {
@@ -64,8 +78,15 @@ pub fn table(title: &str, results: &[Measured]) -> Table {
 }
 
 /// Everything, rounds included.
-pub fn json(results: &[Measured]) -> Value {
-    let switch = |m: &Measured| json!({ "switch": m.engines[1], "measured": as_json(m, None) });
+pub fn json(results: &[Ablated]) -> Value {
+    let switch = |a: &Ablated| {
+        json!({
+            "switch": a.measured.engines[1],
+            "beside": a.beside,
+            "measured": as_json(&a.measured, None),
+            "cache": a.cache.iter().map(CacheReads::json).collect::<Vec<_>>(),
+        })
+    };
     results.iter().map(switch).collect()
 }
 
@@ -83,18 +104,27 @@ fn verdict(ratio: Summary) -> &'static str {
 }
 
 /// Figures for the record: the ratios of all pairs.
-pub fn figures(results: &[Measured]) -> Vec<Figure> {
-    let figure = |measured: &Measured, point: &MeasuredPoint| {
+pub fn figures(results: &[Ablated]) -> Vec<Figure> {
+    let figure = |ablated: &Ablated, point: &MeasuredPoint| {
+        let measured = &ablated.measured;
         let trouble = || point.cells.iter().find_map(|c| c.trouble.as_ref());
         let value = match point.ratio(1) {
             Some(ratio) => significant(ratio.median),
             None => trouble().map_or("not measured".to_owned(), ToString::to_string),
         };
-        let what = format!("without {}: {}", measured.engines[1], point.point);
+        let both = match &ablated.beside[..] {
+            [] => String::new(),
+            others => format!(", both without {}", others.join(" and ")),
+        };
+        let what = format!("without {}: {}{both}", measured.engines[1], point.point);
         let rounds = point.ratios(1).unwrap_or_default();
         Figure { what, value, unit: "times the time".into(), rounds }
     };
-    results.iter().flat_map(|m| m.points.iter().map(move |p| figure(m, p))).collect()
+    let of = |a: &Ablated| -> Vec<Figure> {
+        let pairs = a.measured.points.iter().map(|p| figure(a, p));
+        pairs.chain(a.cache.iter().flat_map(CacheReads::figures)).collect()
+    };
+    results.iter().flat_map(of).collect()
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 pub mod ablate;
+pub mod cache;
 mod clock;
 mod engine;
 pub mod floors;

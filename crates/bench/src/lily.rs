@@ -8,6 +8,7 @@ use lily_engine::{
     Cancel, Engine as Inner, EngineError, GenerateParams, SampleParams, Session, SessionSnapshot,
 };
 
+use crate::cache::CacheReads;
 use crate::clock::{Clock, timed};
 use crate::engine::{Engine, Point, Trouble};
 
@@ -153,6 +154,17 @@ impl LilyEngine {
         let times = measured.map(|()| self.inner.program().operation_times());
         let stopped = self.inner.measure(Measure::Nothing);
         times.and_then(|times| stopped.map(|()| times)).map_err(|e| self.trouble(&e))
+    }
+
+    /// Reads K and V of a context, each alone, as attention would.
+    pub fn cache_reads(&mut self, context: usize) -> CacheReads {
+        let times = self.operations(Point::Decode { context, tokens: 1 }, Measure::Cache);
+        let reads =
+            times.map_err(|trouble| trouble.to_string()).and_then(|times| match times.trouble {
+                Some(why) => Err(why),
+                None => Ok(times.cache),
+            });
+        CacheReads { context, reads }
     }
 
     /// Bytes a second that the device reads its weights at, where it can tell.

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use lily_bench::ablate::{self, Switch};
+use lily_bench::ablate::{self, Ablated, Switch};
 use lily_bench::floors::{Limits, Work};
 use lily_bench::report::{Floors, as_json, plots, tables};
 use lily_bench::results::figures;
@@ -260,14 +260,15 @@ fn ten_lengths_up_to_a_limit() {
 
 /// Leaving out `fusion` takes twice as long for prompts, `handoff` a little longer or shorter, and `broken` cannot be
 /// had.
-fn ablation(interrupt: bool) -> Vec<Measured> {
+fn ablation(interrupt: bool) -> Vec<Ablated> {
     let log = log();
     let mut base = Fake::new("all on", &log, |_, _| Ok(1.0));
     let other = |name: &'static str, seconds: fn(Point, usize) -> Result<f64, Trouble>| {
         let log = Rc::clone(&log);
         let without: Box<dyn FnOnce() -> Result<Box<dyn Engine>, Trouble>> =
             Box::new(move || Ok(Box::new(Fake::new("without", &log, seconds))));
-        Switch { name: name.into(), without }
+        let beside = if name == "handoff" { vec!["sampling".into()] } else { Vec::new() };
+        Switch { name: name.into(), beside, without }
     };
     let broken = Box::new(|| Err(Trouble::Failed("no memory".into())));
     let first: fn(Point, usize) -> Result<f64, Trouble> = match interrupt {
@@ -276,7 +277,7 @@ fn ablation(interrupt: bool) -> Vec<Measured> {
     };
     let switches = vec![
         other("fusion", first),
-        Switch { name: "broken".into(), without: broken },
+        Switch { name: "broken".into(), beside: Vec::new(), without: broken },
         other("handoff", |_, round| Ok(if round == 0 { 0.9 } else { 1.1 })),
     ];
     ablate::ablate(&mut base, switches, &protocol(&[16], &[32], 3), &mut ())
@@ -298,7 +299,14 @@ fn each_switch_is_measured_in_pairs_with_all_on() {
     assert_eq!(figures[0].what, "without fusion: prefill of 16 tokens");
     assert_eq!((figures[0].value.as_str(), &figures[0].rounds[..]), ("2.0000", &[2.0; 3][..]));
     assert_eq!(figures[2].value, "failed: no memory");
-    assert_eq!(ablate::json(&results)[0]["switch"], "fusion");
+    assert_eq!(figures[4].what, "without handoff: prefill of 16 tokens, both without sampling");
+    let json = ablate::json(&results);
+    assert_eq!(json[0]["switch"], "fusion");
+    assert_eq!(
+        (&json[0]["beside"], &json[2]["beside"]),
+        (&serde_json::json!([]), &serde_json::json!(["sampling"]))
+    );
+    assert_eq!(json[0]["cache"], serde_json::json!([]));
 }
 
 #[test]

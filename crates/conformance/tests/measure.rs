@@ -4,10 +4,11 @@
 use lily_conformance::Fixture;
 use lily_cpu::{CpuDevice, CpuOptions};
 use lily_device::{
-    Device, Input, Limits, Measure, Output, Program, SegmentOut, SlotId, Step, StepError,
+    Device, Input, Inside, Limits, Measure, OperationTime, OperationTimes, Output, Program,
+    SegmentOut, SlotId, Step, StepError,
 };
-use lily_gpu::program::Recording;
-use lily_gpu::{GpuDevice, Profile, Tuning};
+use lily_gpu::program::{Head, Kind, Recording};
+use lily_gpu::{GpuDevice, Profile, StepShape, Tuning};
 use lily_model::Precision;
 use lily_ops::sample::SampleParams;
 
@@ -38,23 +39,24 @@ fn sampled(program: &mut dyn Program, input: Input) -> u32 {
 fn answer(program: &mut dyn Program, tokens: &[u32]) -> (Vec<u32>, lily_device::Snapshot) {
     program.reset(SLOT).expect("the slot exists");
     program.begin_answer(SLOT, &[3, 4]).expect("the slot is empty");
-    let head = Step::one(SLOT, Input::Tokens(tokens[..20].to_vec()), Output::None);
+    let head = Step::one(SLOT, Input::Tokens(tokens[..12].to_vec()), Output::None);
     program.run(head).expect("the step runs");
-    let mut ids = vec![sampled(program, Input::Tokens(tokens[20..40].to_vec()))];
-    ids.extend((0..3).map(|_| sampled(program, Input::LastSampled)));
+    let mut ids = vec![sampled(program, Input::Tokens(tokens[12..24].to_vec()))];
+    ids.extend((0..2).map(|_| sampled(program, Input::LastSampled)));
     (ids, program.snapshot(SLOT).expect("the slot is usable"))
 }
 
-fn same_results(device: &dyn Device, kinds: &[Measure]) {
+/// Each kind with the steps of which it is measured.
+fn same_results(device: &dyn Device, kinds: &[(Measure, u64)]) {
     let (fixture, mut program) = program(device);
     let want = answer(&mut *program, &fixture.tokens);
-    for kind in kinds {
+    for (kind, steps) in kinds {
         program.measure(*kind).expect("it can be measured");
         let got = answer(&mut *program, &fixture.tokens);
         assert_eq!(got.0, want.0, "{kind:?}");
         assert!(got.1 == want.1, "{kind:?}: another state");
         let times = program.operation_times();
-        assert_eq!((times.steps, times.trouble), (5, None));
+        assert_eq!((times.steps, times.trouble), (*steps, None));
     }
     program.measure(Measure::Nothing).expect("it can be ended");
     assert!(answer(&mut *program, &fixture.tokens) == want, "afterwards");
@@ -64,15 +66,18 @@ fn same_results(device: &dyn Device, kinds: &[Measure]) {
 #[test]
 fn measuring_changes_no_result_on_the_cpu() {
     let device = CpuDevice::new(CpuOptions { threads: Some(2), isa: None });
-    same_results(&device, &[Measure::Operations]);
+    same_results(&device, &[(Measure::Operations, 4)]);
     let (_, mut program) = program(&device);
-    let refused = program.measure(Measure::Twins);
-    assert!(matches!(refused, Err(StepError::Refused(_))), "{refused:?}");
+    for what in [Measure::Twins, Measure::Cache] {
+        let refused = program.measure(what);
+        assert!(matches!(refused, Err(StepError::Refused(_))), "{refused:?}");
+    }
 }
 
 #[test]
 fn measuring_changes_no_result_on_the_gpu_kernels() {
-    same_results(&gpu(), &[Measure::Operations, Measure::Twins]);
+    let kinds = [(Measure::Operations, 4), (Measure::Twins, 4), (Measure::Cache, 2)];
+    same_results(&gpu(), &kinds);
 }
 
 #[test]
@@ -140,5 +145,67 @@ fn the_gpu_accounts_for_each_launch() {
             .iter()
             .all(|t| { t.twins.is_some_and(|t| t.read_only > 0.0 && t.no_arithmetic > 0.0) })
     );
+    inside_of_the_costliest(&times);
     assert!(times.read_rate.is_some_and(|rate| rate > 0.0) && times.seconds > 0.0);
+}
+
+/// Ten kernels of a step were left out in turn, but none that writes what others take for indices.
+fn inside_of_the_costliest(times: &OperationTimes) {
+    let mut sorted: Vec<&OperationTime> = times.operations.iter().collect();
+    sorted.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    let (first, rest) = sorted.split_at(10);
+    assert!(!rest.is_empty() && rest.iter().all(|t| t.inside == Inside::NotMeasured), "{times:?}");
+    for time in first {
+        let indices = ["router", "route_", "sample", "finish", "fill"];
+        let writes_indices = indices.iter().any(|name| time.kernel.starts_with(name));
+        match time.inside {
+            Inside::Needed => assert!(writes_indices, "{time:?}"),
+            Inside::Seconds(seconds) => assert!(!writes_indices && seconds.is_finite(), "{time:?}"),
+            Inside::NotMeasured => panic!("{time:?}"),
+        }
+    }
+}
+
+#[test]
+fn prompts_are_measured_inside_too() {
+    let (fixture, mut program) = program(&gpu());
+    program.measure(Measure::Twins).expect("it can be measured");
+    let input = Input::Tokens(fixture.tokens[..12].to_vec());
+    program
+        .run(Step::one(SLOT, input, Output::Sample(SampleParams::GREEDY)))
+        .expect("the step runs");
+    inside_of_the_costliest(&program.operation_times());
+}
+
+/// Which kernels are never left out, of all steps of the real shape that lists are recorded for.
+#[test]
+fn kernels_that_others_find_their_memory_by() {
+    let fixture = Fixture::open("tiny-a");
+    let model = lily_model::load(&fixture.checkpoint, Precision::Standard).expect("it loads");
+    let limits = Limits::new(8, 512, 64);
+    let mut found = std::collections::BTreeSet::new();
+    let mut all = std::collections::BTreeSet::new();
+    for profile in ["softgpu", "h200"] {
+        let profile = Profile::named(profile).expect("known");
+        let recording = Recording::virtual_of(&model.plan, &Tuning::default(), &profile)
+            .expect("it can be recorded");
+        for segments in [vec![1], vec![1; 8], vec![64]] {
+            for greedy in [true, false] {
+                let outputs = segments.len() as u32;
+                let shape = StepShape { segments: segments.clone(), outputs, context: 512 };
+                let kind = Kind { shape, tables: 0, head: Head::Sample { greedy } };
+                let (list, _) =
+                    recording.record_virtual(&limits, &kind).expect("it can be recorded");
+                all.extend(list.dispatches.iter().map(|d| d.kernel));
+                found.extend(
+                    list.dispatches.iter().filter(|d| d.writes_indices()).map(|d| d.kernel),
+                );
+            }
+        }
+    }
+    let found: Vec<&str> = found.into_iter().collect();
+    let want =
+        ["route_count", "route_scatter", "router_256", "sample_bins", "sample_pick", "sample_scan"];
+    assert_eq!(found, want);
+    assert!(all.len() > 2 * found.len(), "{all:?}");
 }

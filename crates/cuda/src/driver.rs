@@ -202,6 +202,7 @@ impl CudaDriver {
             max_buffer: memory,
             memory,
             bandwidth: 2.0 * clock * width,
+            macs: Profile::known_macs(&name),
             unified: false,
             thresholds: Thresholds::of(Platform::Cuda, &name),
         };

@@ -28,7 +28,7 @@ pub use program::{
 pub use step::{
     Input, Output, Refusal, Score, Segment, SegmentOut, SlotId, Step, StepError, StepOut, Ticket,
 };
-pub use times::{Measure, OperationTime, OperationTimes, Twins};
+pub use times::{CacheRead, Inside, Measure, OperationTime, OperationTimes, Twins};
 pub use weights::Weight;
 
 pub use lily_ops::Plan;

@@ -58,20 +58,80 @@ FN void read_together(THREAD uint *words, const DEVICE bf16 *row)
 
 FN float word_element(const THREAD uint *words, uint e) { return e % 2 ? bf16_high(words[e / 2]) : bf16_low(words[e / 2]); }
 
-// A dot product by one lane, in the order in which 32 lanes would sum it: the parts of lane c and of every 32 / N lanes further on.
-template <uint N> struct Parts {};
-FN float strided_dot(Parts<1>, const TG float *q, const DEVICE bf16 *k, uint c)
+// What a lane makes of its elements c of a row: their product with a query's.
+FN float row_part(const TG float *q, const THREAD uint *words, uint c)
 {
-  uint words[LANE_WORDS];
-  read_together(words, k + c * LANE_ELEMENTS);
   float acc = 0.0f;
   for (uint e = 0; e < LANE_ELEMENTS; e++) acc = fma(q[c * LANE_ELEMENTS + e], word_element(words, e), acc);
   return acc;
 }
-template <uint N> FN float strided_dot(Parts<N>, const TG float *q, const DEVICE bf16 *k, uint c)
+
+// For reading alone (read.metal): their sum, as words.
+FN uint row_part(const TG uint *nothing, const THREAD uint *words, uint c)
 {
-  return strided_dot(Parts<N / 2>(), q, k, c) + strided_dot(Parts<N / 2>(), q, k, c + 32 / N);
+  uint sum = 0;
+  for (uint i = 0; i < LANE_WORDS; i++) sum += words[i];
+  return sum;
 }
+
+// A row by one lane, in the order in which 32 lanes would sum it: the parts of lane c and of every 32 / N lanes further on.
+template <uint N> struct Parts {};
+template <typename T> FN T strided_row(Parts<1>, const TG T *q, const DEVICE bf16 *k, uint c)
+{
+  uint words[LANE_WORDS];
+  read_together(words, k + c * LANE_ELEMENTS);
+  return row_part(q, words, c);
+}
+template <uint N, typename T> FN T strided_row(Parts<N>, const TG T *q, const DEVICE bf16 *k, uint c)
+{
+  return strided_row(Parts<N / 2>(), q, k, c) + strided_row(Parts<N / 2>(), q, k, c + 32 / N);
+}
+
+// A threadgroup's split: the tokens from `begin` to `end` of a slot, none where the slot does not have it; a KV head, and its query heads
+// from `first` on. `fixed`: it lies in one page.
+struct DecodeSplit {
+  uint slot, row, kv_head, first, begin, end;
+  bool fixed;
+};
+template <uint PACK, bool FIXED> FN DecodeSplit split_of(const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments,
+    CONSTANT AttentionArgs &p, uint3 group)
+{
+  const uint packs = (HEADS_PER_KV + PACK - 1) / PACK;
+  DecodeSplit s;
+  s.kv_head = group.y / packs;
+  s.first = group.y % packs * PACK;
+  s.slot = segments[group.z].slot;
+  s.row = segments[group.z].first;
+  const uint len = headers[s.slot].position + 1;
+  s.fixed = FIXED && len >= p.fixed_from;
+  const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu);
+  s.begin = group.x * size;
+  s.end = s.begin + size < len ? s.begin + size : len;
+  if (!FIXED && len >= p.fixed_from) s.end = 0; // a slot of attention_fixed_units
+  return s;
+}
+
+// Where a split of a page begins: it is looked up once.
+FN ulong split_page(const THREAD DecodeSplit &s, const DEVICE uint *pages, CONSTANT AttentionArgs &p)
+{
+  return s.fixed ? attention_row(pages, s.slot, p.max_pages, s.begin, p.kv_heads, s.kv_head) : 0;
+}
+
+// Where the tile of tokens from t0 on begins.
+FN ulong tile_at(const THREAD DecodeSplit &s, ulong page, const DEVICE uint *pages, CONSTANT AttentionArgs &p, uint t0)
+{
+  return s.fixed ? page + (t0 - s.begin) * HEAD_DIM : attention_row(pages, s.slot, p.max_pages, t0, p.kv_heads, s.kv_head);
+}
+
+// A lane's elements of a tile's token.
+template <bool TOGETHER> FN void read_token(THREAD uint *words, const DEVICE bf16 *tile, uint t, uint lane)
+{
+  if (TOGETHER) read_together(words, tile + t * HEAD_DIM + lane * LANE_ELEMENTS);
+  else read_apart(words, tile + t * HEAD_DIM + lane * LANE_ELEMENTS);
+}
+
+// Which score is a lane's, of PACK heads with a tile's tokens, where each lane reads a row.
+template <uint PACK> FN uint own_score(uint lane) { return lane / (32 / (PACK * ATTENTION_TILE)); }
 
 // The running softmax of a simdgroup. Lane l speaks for the head and the token (of eight) of its scores.
 template <uint PACK> struct DecodeSums {
@@ -137,26 +197,23 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
     const DEVICE uint *pages, const DEVICE SlotHeader *headers, const DEVICE SegmentEntry *segments, DEVICE float *partial,
     CONSTANT AttentionArgs &p, TG float *part, TG float *ml, TG float *queries, uint3 group, uint lane, uint simd)
 {
-  const uint packs = (HEADS_PER_KV + PACK - 1) / PACK, kv_head = group.y / packs, first = group.y % packs * PACK;
-  const uint slot = segments[group.z].slot, row = segments[group.z].first, len = headers[slot].position + 1;
-  const bool fixed = FIXED && len >= p.fixed_from;
-  const uint size = split_tokens(len, p.most_splits, FIXED ? p.fixed_from : 0xffffffffu), begin = group.x * size;
-  if (begin >= len || (!FIXED && len >= p.fixed_from)) { // a split that the slot does not have, or a slot of attention_fixed_units
+  const DecodeSplit split = split_of<PACK, FIXED>(headers, segments, p, group);
+  if (split.begin >= split.end) {
     inputs_ready();
     return; // the whole threadgroup, before any barrier
   }
-  const uint end = begin + size < len ? begin + size : len;
+  const uint kv_head = split.kv_head, first = split.first, end = split.end;
   // The first tokens' K and V are on their way while this token's are still made.
-  const uint soon = begin + simd * ATTENTION_TILE + lane % ATTENTION_TILE;
+  const uint soon = split.begin + simd * ATTENTION_TILE + lane % ATTENTION_TILE;
   if (soon < end) {
-    const ulong at = attention_row(pages, slot, p.max_pages, soon, p.kv_heads, kv_head);
+    const ulong at = attention_row(pages, split.slot, p.max_pages, soon, p.kv_heads, kv_head);
     for (uint d = lane / ATTENTION_TILE * 16; d < HEAD_DIM; d += 64) {
       prefetch(keys + at + d);
       prefetch(values + at + d);
     }
   }
   inputs_ready();
-  const DEVICE bf16 *own = q + (ulong(row) * p.heads + kv_head * HEADS_PER_KV + first) * HEAD_DIM;
+  const DEVICE bf16 *own = q + (ulong(split.row) * p.heads + kv_head * HEADS_PER_KV + first) * HEAD_DIM;
   float mine[PACK][LANE_ELEMENTS];
   for (uint h = 0; h < PACK; h++)
     for (uint e = 0; e < LANE_ELEMENTS; e++)
@@ -171,18 +228,16 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
   s.l = 0.0f;
   for (uint h = 0; h < PACK; h++)
     for (uint e = 0; e < LANE_ELEMENTS; e++) s.o[h][e] = 0.0f;
-  // A split of a page is looked up once.
-  const ulong whole = fixed ? attention_row(pages, slot, p.max_pages, begin, p.kv_heads, kv_head) : 0;
-  for (uint t0 = begin + simd * ATTENTION_TILE; t0 < end; t0 += ATTENTION_SIMDS * ATTENTION_TILE) {
-    const ulong at = fixed ? whole + (t0 - begin) * HEAD_DIM : attention_row(pages, slot, p.max_pages, t0, p.kv_heads, kv_head);
+  const ulong page = split_page(split, pages, p);
+  for (uint t0 = split.begin + simd * ATTENTION_TILE; t0 < end; t0 += ATTENTION_SIMDS * ATTENTION_TILE) {
+    const ulong at = tile_at(split, page, pages, p, t0);
     const uint n = end - t0 < ATTENTION_TILE ? end - t0 : ATTENTION_TILE;
     uint k[ATTENTION_TILE][LANE_WORDS], v[ATTENTION_TILE][LANE_WORDS];
     for (uint t = 0; t < ATTENTION_TILE; t++) {
       for (uint i = 0; i < LANE_WORDS; i++) k[t][i] = v[t][i] = 0;
       if (t < n) { // beyond the last token lies what nobody wrote
-        if (TOGETHER) read_together(k[t], keys + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
-        if (TOGETHER) read_together(v[t], values + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
-        else read_apart(v[t], values + at + t * HEAD_DIM + lane * LANE_ELEMENTS);
+        if (TOGETHER) read_token<true>(k[t], keys + at, t, lane);
+        read_token<TOGETHER>(v[t], values + at, t, lane);
       }
     }
     float score;
@@ -196,8 +251,8 @@ template <uint PACK, bool TOGETHER, bool FIXED> FN void decode_split(const DEVIC
         }
       score = simd_sums<PACK * ATTENTION_TILE>(&dots[0][0], lane);
     } else {
-      const uint value = lane / (32 / (PACK * ATTENTION_TILE)), t = value % ATTENTION_TILE;
-      score = t < n ? strided_dot(Parts<32>(), queries + value / ATTENTION_TILE * HEAD_DIM, keys + at + t * HEAD_DIM, 0) : 0.0f;
+      const uint value = own_score<PACK>(lane), t = value % ATTENTION_TILE;
+      score = t < n ? strided_row(Parts<32>(), queries + value / ATTENTION_TILE * HEAD_DIM, keys + at + t * HEAD_DIM, 0) : 0.0f;
     }
     take_tile<PACK>(s, score, v, n, lane);
   }

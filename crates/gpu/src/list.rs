@@ -43,6 +43,8 @@ pub struct Binding {
     pub offset: u64,
     /// Bytes from there that the kernel may touch.
     pub bytes: u64,
+    /// Element type.
+    pub element: ElementType,
     /// What it does with them.
     pub access: Access,
     /// The bytes of the buffer that take part in hazards, where these are fewer than the bound ones (one layer of a
@@ -53,8 +55,8 @@ pub struct Binding {
 impl Binding {
     /// All of an operand.
     pub fn new(operand: Operand, access: Access) -> Self {
-        let Operand { buffer, offset, bytes, .. } = operand;
-        Self { buffer, offset, bytes, access, hazard: offset..offset + bytes }
+        let Operand { buffer, offset, bytes, element } = operand;
+        Self { buffer, offset, bytes, element, access, hazard: offset..offset + bytes }
     }
 
     /// All of an operand is bound, `hazard` of the buffer is used.
@@ -93,7 +95,8 @@ pub struct Dispatch {
     pub args: Vec<u8>,
     /// Distinct bytes that the dispatch reads and writes, as its encoder counts them.
     pub traffic: u64,
-    /// Multiply-adds, where they and not the bytes may decide how long it takes; else 0.
+    /// Multiply-adds of its products, attention or recurrence, as its form does them and at most: where the bytes do not, they decide how
+    /// long it takes. What tiles multiply beyond the last row does not count; 0 for all other kernels.
     pub work: u64,
     /// How several dispatches can do what this one does, where it may take long; they write apart.
     pub cut: Option<Cut>,
@@ -122,6 +125,12 @@ impl Dispatch {
             part.args[at..at + 4].copy_from_slice(&groups.start.to_ne_bytes());
         }
         part
+    }
+
+    /// Whether it writes integers: experts, places in lists, tokens, positions. Other kernels may read memory where these say.
+    pub fn writes_indices(&self) -> bool {
+        let integers = |b: &Binding| b.access == Access::Write && b.element == ElementType::U32;
+        self.bindings.iter().any(integers)
     }
 
     fn conflicts(&self, other: &Self) -> bool {
@@ -186,6 +195,32 @@ impl CommandList {
             first = end;
         }
         parts
+    }
+
+    /// The list without some of its dispatches; the others stay in the stages they were in. Whatever is asked, those that
+    /// [write indices](Dispatch::writes_indices) stay: what they leave is never what an earlier list or another value left there.
+    pub fn without(&self, left_out: impl Fn(&Dispatch) -> bool) -> Self {
+        let mut less =
+            Self { inputs: self.inputs.clone(), outputs: self.outputs.clone(), ..Self::default() };
+        // Before which of the remaining dispatches the host steps in.
+        let mut places = Vec::new();
+        for stage in self.stages() {
+            let first = less.dispatches.len();
+            for (i, dispatch) in stage.clone().zip(&self.dispatches[stage]) {
+                places.push(less.dispatches.len());
+                if dispatch.writes_indices() || !left_out(dispatch) {
+                    less.dispatches.push(dispatch.clone());
+                    less.pipelines.extend(self.pipelines.get(i));
+                }
+            }
+            if less.dispatches.len() > first {
+                less.stages.push(first);
+            }
+        }
+        places.push(less.dispatches.len());
+        let place = |(at, route): &(usize, HostRoute)| (places[*at], route.clone());
+        less.breaks = self.breaks.iter().map(place).collect();
+        less
     }
 
     /// Whether each dispatch may start while the stage before its own still runs: its kernel waits for its inputs itself
@@ -359,6 +394,47 @@ mod tests {
             bytemuck::pod_read_unaligned::<CutArgs>(&part.args),
             CutArgs { first: 4, ..args }
         );
+    }
+
+    #[test]
+    fn what_is_left_out_moves_no_other_dispatch_to_another_stage() {
+        let at = |offset, element| Operand { buffer: Buffer(0), offset, bytes: 16, element };
+        let (float, index) = (ElementType::F32, ElementType::U32);
+        let mut r = Recorder::default();
+        // Stages: a b | c | d e | f.
+        for (kernel, read, write, element) in [
+            ("a", 0, 16, float),
+            ("b", 0, 32, float),
+            ("c", 16, 48, index),
+            ("d", 48, 64, float),
+            ("e", 48, 80, float),
+            ("f", 80, 96, float),
+        ] {
+            let bindings = vec![
+                Binding::new(at(read, float), Access::Read),
+                Binding::new(at(write, element), Access::Write),
+            ];
+            r.dispatch(kernel, [1, 1, 1], 32, bindings, &NoArgs { unused: 0 }, 0);
+        }
+        let mut list = r.finish(true);
+        list.pipelines = (0..6).map(Pipeline).collect();
+        assert_eq!(list.stages, [0, 2, 3, 5]);
+        let of = |left_out: &[&str]| {
+            let less = list.without(|d| left_out.contains(&d.kernel));
+            let names: String = less.dispatches.iter().map(|d| d.kernel).collect();
+            let pipelines: Vec<u32> = less.pipelines.iter().map(|p| p.0).collect();
+            (names, pipelines, less.stages)
+        };
+        assert_eq!(list.without(|_| false), list);
+        assert_eq!(of(&["a"]), ("bcdef".into(), vec![1, 2, 3, 4, 5], vec![0, 1, 2, 4]));
+        // e and f stay apart though nothing but the stage says so.
+        assert_eq!(of(&["d"]), ("abcef".into(), vec![0, 1, 2, 4, 5], vec![0, 2, 3, 4]));
+        assert_eq!(of(&["d", "e"]), ("abcf".into(), vec![0, 1, 2, 5], vec![0, 2, 3]));
+        assert_eq!(of(&["f"]).2, [0, 2, 3]);
+        // What writes indices stays, whatever is asked.
+        assert!(list.dispatches[2].writes_indices() && !list.dispatches[3].writes_indices());
+        assert_eq!(of(&["c"]).0, "abcdef");
+        assert_eq!(of(&["a", "b", "c", "d", "e", "f"]), ("c".into(), vec![2], vec![0]));
     }
 
     #[test]

@@ -43,6 +43,8 @@ pub struct Profile {
     pub memory: u64,
     /// Bytes read from memory in a second, at best.
     pub bandwidth: f64,
+    /// Multiply-adds of bf16 in a second by its matrix units, at best, where that was measured.
+    pub macs: Option<f64>,
     /// Whether host and device share one memory.
     pub unified: bool,
     /// Where policies change from one form to another.
@@ -50,6 +52,11 @@ pub struct Profile {
 }
 
 impl Profile {
+    /// Multiply-adds of bf16 in a second of a device of that name: 790 TFLOP/s of an H200 by cuBLAS.
+    pub fn known_macs(name: &str) -> Option<f64> {
+        name.contains("H200").then_some(395e12)
+    }
+
     /// The profiles that are known by name, for plans made without the device.
     pub fn named(name: &str) -> Option<Self> {
         let gib = |n: u64| n << 30;
@@ -65,6 +72,7 @@ impl Profile {
             max_buffer: memory / 2,
             memory: memory / 4 * 3,
             bandwidth: bandwidth * 1e9,
+            macs: None,
             unified: true,
             thresholds: Thresholds::of(platform, name),
         };
@@ -87,6 +95,7 @@ impl Profile {
                 max_buffer: gib(139),
                 memory: gib(139),
                 bandwidth: 4.65e12,
+                macs: Self::known_macs("NVIDIA H200"),
                 unified: false,
                 thresholds: Thresholds::of(Platform::Cuda, "NVIDIA H200"),
             },
@@ -102,6 +111,7 @@ impl Profile {
                 max_buffer: gib(4),
                 memory: gib(16),
                 bandwidth: 10e9,
+                macs: None,
                 unified: true,
                 thresholds: Thresholds::of(Platform::Host, ""),
             },

@@ -19,7 +19,7 @@ pub struct Cost {
     pub pipeline: u32,
     /// Bytes read and written.
     pub traffic: u64,
-    /// Multiply-adds, where they are known to matter.
+    /// Multiply-adds.
     pub work: u64,
 }
 
@@ -38,7 +38,7 @@ impl Estimator {
         Self { bandwidth: bandwidth.max(1.0), macs: macs.max(1.0), corrections: Vec::new() }
     }
 
-    /// Seconds of a dispatch.
+    /// Seconds of a dispatch: those of its bytes and of its multiply-adds one after the other, at most twice the longer of them.
     pub fn seconds(&self, cost: &Cost) -> f64 {
         let correction = self.corrections.get(cost.pipeline as usize).copied().unwrap_or(1.0);
         let guess = cost.traffic as f64 / self.bandwidth + cost.work as f64 / self.macs;

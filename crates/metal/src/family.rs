@@ -128,6 +128,7 @@ pub fn profile(facts: &Facts, system: &System, room: &Room, tensors: bool) -> Pr
         max_buffer: facts.max_buffer,
         memory: room.bytes(),
         bandwidth: bandwidth * 1e9,
+        macs: None,
         unified: facts.unified,
         thresholds: Thresholds::of(platform, facts.name.trim()),
     }

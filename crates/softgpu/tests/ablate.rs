@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use lily_bench::ablate::{Switch, ablate};
+use lily_bench::ablate::{Ablated, Switch, ablate};
+use lily_bench::cache::CacheReads;
 use lily_bench::roofline::{by_operation, device_rows};
 use lily_bench::synth::{Shape, Synth};
 use lily_bench::{Engine, LilyEngine, Phase, Point, Protocol, SystemClock, Trouble};
@@ -44,13 +45,13 @@ fn every_switch_can_be_left_out() {
             let tuning = Tuning::without(name).ok_or(Trouble::Failed("no switch".into()))?;
             Ok(Box::new(engine(model, tuning)))
         };
-        Switch { name: (*name).into(), without: Box::new(without) }
+        Switch { name: (*name).into(), beside: Vec::new(), without: Box::new(without) }
     });
     let protocol =
         Protocol { prefill: vec![20], decode: vec![8], decode_tokens: 2, warm_up: 0, rounds: 1 };
     let results = ablate(&mut base, switches.collect(), &protocol, &mut ());
     assert_eq!(results.len(), Tuning::SWITCHES.len());
-    for measured in &results {
+    for Ablated { measured, .. } in &results {
         for phase in [Phase::Prefill, Phase::Decode] {
             let name = &measured.engines[1];
             let point = measured.phase(phase).next().unwrap();
@@ -73,8 +74,36 @@ fn operations_of_both_phases_have_times_and_twins() {
         assert_eq!(figures.len(), times.operations.len() + 1);
         let rows = device_rows("step", &times);
         assert!(rows.iter().all(|r| r.read_only[0] > 0.0 && r.no_arithmetic[0] > 0.0));
+        let products = |row: &str| {
+            let kernel = row.rsplit(": ").next().unwrap();
+            kernel.contains("gem") || kernel.contains("experts")
+        };
+        assert!(rows.iter().all(|r| r.macs.is_some() || !products(&r.kernel)), "{rows:?}");
     }
     // Afterwards it is as fast as before, and measures nothing.
     assert!(lily.prefill(20).unwrap() > 0.0);
     assert_eq!(lily.inner().program().operation_times().steps, 0);
+}
+
+#[test]
+fn k_and_v_of_a_context_are_read_alone() {
+    let (_dir, model) = model();
+    for tuning in [Tuning::default(), Tuning::without("coalesced_kv").unwrap()] {
+        let mut lily = engine(&model, tuning);
+        let CacheReads { context, reads } = lily.cache_reads(100);
+        let reads = reads.unwrap();
+        let state = model.plan.state;
+        // K and V of the context and of the token after it, in each layer that has them.
+        let token = (state.kv_heads * state.head_dim * 2) as u64;
+        let kinds: Vec<(bool, bool)> = reads.iter().map(|r| (r.keys, r.coalesced)).collect();
+        assert_eq!(kinds, [(true, true), (false, true), (true, false), (false, false)]);
+        for read in reads {
+            assert_eq!(read.launches as usize, state.kv_layers, "{read:?}");
+            assert_eq!(read.bytes, 101 * token * read.launches, "{read:?}");
+            assert!(read.seconds > 0.0, "{read:?}");
+        }
+        assert_eq!(context, 100);
+        // It decodes on as before.
+        assert!(lily.decode(100, 2).unwrap() > 0.0);
+    }
 }

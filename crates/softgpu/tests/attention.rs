@@ -8,7 +8,8 @@ use half::bf16;
 use lily_gpu::conformance::for_gpu;
 use lily_gpu::evaluate::evaluate;
 use lily_gpu::kernels::attention::{
-    Attend, attention_decode, attention_prefill, attention_scratch_bytes, supported,
+    Attend, CacheRead, attention_decode, attention_prefill, attention_scratch_bytes, read_cache,
+    supported,
 };
 use lily_gpu::kernels::common::{Context, SegmentEntry, SlotHeader, StepShape, Tables};
 use lily_gpu::{
@@ -144,9 +145,8 @@ impl Scene {
         out
     }
 
-    /// What the kernels make of it.
-    fn run(&self) -> Ran {
-        let profile = Profile {
+    fn profile(&self) -> Profile {
+        Profile {
             cores: self.cores,
             mma: self.mma,
             wgmma: false,
@@ -157,20 +157,81 @@ impl Scene {
                 ..Thresholds::of(self.platform, "")
             },
             ..Profile::named("softgpu").unwrap()
-        };
-        let mut driver =
-            SoftDriver::new(Options { profile: profile.clone(), ..Options::default() });
-        let shape = Shape {
+        }
+    }
+
+    fn shape(&self) -> Shape {
+        Shape {
             head_dim: self.head_dim as u32,
             heads_per_kv: self.heads_per_kv as u32,
             ..Shape::default()
-        };
-        let (tables, q, qg) = self.upload(&mut driver);
-        let step = StepShape {
+        }
+    }
+
+    fn step(&self) -> StepShape {
+        StepShape {
             segments: self.segments.iter().map(|s| s.0 as u32).collect(),
             outputs: 0,
             context: self.context as u32,
+        }
+    }
+
+    /// What reading K or V alone leaves, summed up, and the bytes that it says it moves.
+    fn read(&self, options: Options, keys: bool, coalesced: bool) -> (u32, u64) {
+        let (profile, shape) = (self.profile(), self.shape());
+        let mut driver = SoftDriver::new(Options { profile: profile.clone(), ..options });
+        let (tables, ..) = self.upload(&mut driver);
+        let tuning = &self.tuning;
+        let c = Context {
+            profile: &profile,
+            tuning,
+            shape: &shape,
+            step: self.step(),
+            tables: &tables,
         };
+        let read = CacheRead { heads: self.heads() as u32, layer: 1, keys, coalesced };
+        let mut out = vec![0xFFu8; read.sums(&c) as usize * 4];
+        let sums = put(&mut driver, &out, ElementType::U32);
+        let mut r = Recorder::default();
+        read_cache(&mut r, &c, &read, sums);
+        let traffic = r.dispatches[0].traffic;
+        let mut list = r.finish(true);
+        let mut text = Text::measuring(Platform::Host, &shape);
+        text.source = attention_only(&text.source);
+        list.pipelines = driver.pipelines(&Arc::new(text), &[read.kernel()]).unwrap();
+        let submission = driver.submit(&Arc::new(list)).unwrap();
+        driver.wait(submission).unwrap();
+        driver.read(sums.buffer, 0, &mut out).unwrap();
+        let words = out.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word));
+        (words.fold(0, u32::wrapping_add), traffic)
+    }
+
+    /// The sum of the words of K or V of all slots, of those that each lane has: two elements each, the last one alone where their number is odd.
+    fn words(&self, keys: bool) -> u32 {
+        let each = self.head_dim / 32;
+        let lane = |x: &[bf16]| {
+            let word = |two: &[bf16]| {
+                let high = two.get(1).map_or(0, |x| u32::from(x.to_bits()) << 16);
+                u32::from(two[0].to_bits()) | high
+            };
+            x.chunks(2).map(word).fold(0, u32::wrapping_add)
+        };
+        let slots = (0..self.segments.len()).map(|i| self.data(i));
+        let slot = |data: Data| {
+            let cache = if keys { data.k } else { data.v };
+            cache.chunks(each).map(lane).fold(0, u32::wrapping_add)
+        };
+        slots.map(slot).fold(0, u32::wrapping_add)
+    }
+
+    /// What the kernels make of it.
+    fn run(&self) -> Ran {
+        let profile = self.profile();
+        let mut driver =
+            SoftDriver::new(Options { profile: profile.clone(), ..Options::default() });
+        let shape = self.shape();
+        let (tables, q, qg) = self.upload(&mut driver);
+        let step = self.step();
         let c = Context {
             profile: &profile,
             tuning: &self.tuning,
@@ -324,7 +385,7 @@ fn attention_only(source: &str) -> String {
     let mut parts = source.split(mark);
     let mut text = parts.next().unwrap_or_default().to_string();
     for part in parts {
-        if ["platform", "arguments", "common", "attention"]
+        if ["platform", "arguments", "common", "attention", "read"]
             .iter()
             .any(|name| part.starts_with(name))
         {
@@ -609,5 +670,74 @@ fn matrix_units_take_pages_for_all_heads_at_once() {
         // Without them the same splits, another rounding.
         let other = all.without(&["matrix_attention"]).check();
         assert!(other.launches.contains_key("attention_fixed") && other.bits != ran.bits);
+    }
+}
+
+/// Heads that share a read where they are packed.
+fn packed(scene: &Scene) -> usize {
+    match scene.heads_per_kv {
+        4.. => 4,
+        2.. => 2,
+        _ => 1,
+    }
+}
+
+#[test]
+fn k_and_v_are_read_alone_as_attention_reads_them() {
+    for (heads_per_kv, kv_heads, head_dim) in SHAPES {
+        for (positions, fixed_from) in [
+            (&[0][..], 1 << 20),
+            (&[299, 301, 77, 9], 1 << 20),
+            (&[299, 301, 77, 9], 300),
+            (&[700], 1 << 20),
+        ] {
+            let exact = scene(heads_per_kv, kv_heads, head_dim, &ones(positions));
+            let base = Scene { fixed_from, ..exact };
+            let packs = heads_per_kv.div_ceil(packed(&base));
+            for (keys, coalesced) in [(true, true), (false, true), (true, false), (false, false)] {
+                let (sum, traffic) = base.read(Options::default(), keys, coalesced);
+                // Each pack of heads reads everything, rows of K by as many lanes as share a tile of eight tokens.
+                let readers = packs * if keys && !coalesced { 4 } else { 1 };
+                let want = base.words(keys).wrapping_mul(readers as u32);
+                let at = format!(
+                    "{heads_per_kv} {head_dim} {positions:?} {fixed_from} {keys} {coalesced}"
+                );
+                assert_eq!(sum, want, "{at}");
+                let longest = positions.iter().max().unwrap() + 1;
+                let cache = (positions.len() * longest * kv_heads * head_dim * 2) as u64;
+                assert!(traffic > cache && traffic < cache + (1 << 16), "{at}: {traffic}, {cache}");
+            }
+        }
+    }
+}
+
+/// Distinct bytes, times each is loaded, lines: those of the kernels that the read stands for.
+#[test]
+#[ignore = "needs clang++-22; .ci/gpu-checks runs it"]
+fn traced_reads_are_of_k_alone_or_of_v_alone() {
+    use lily_softgpu::{Class, Compiler, Trace};
+    let base = scene(8, 2, 256, &ones(&[1000]));
+    for (keys, coalesced) in [(true, true), (false, true), (true, false), (false, false)] {
+        let trace = Trace::default();
+        let options = Options {
+            compiler: Compiler::tracing(),
+            trace: Some(trace.clone()),
+            ..Options::default()
+        };
+        trace.start(Vec::new());
+        let (_, traffic) = base.read(options, keys, coalesced);
+        let traced = trace.stop();
+        let [launch] = traced.launches[..] else { panic!("{:?}", traced.launches) };
+        assert_eq!(launch.claimed, traffic);
+        // K or V of 1,001 tokens; headers, segments and pages, of which nothing is claimed, are a few words.
+        let [loaded, stored] = launch.unique;
+        assert_eq!(loaded / 1024, 1001, "{launch:?}");
+        assert!(loaded + stored - traffic < 64, "{launch:?}: {traffic}");
+        let all = traced.total(Class::Activations).loads;
+        let times = all.bytes as f64 / loaded as f64;
+        assert!((1.9..2.3).contains(&times), "{keys} {coalesced}: loaded {times} times");
+        let lines = all.lines_ratio();
+        println!("keys {keys}, coalesced {coalesced}: {times} times, {lines} of the fewest lines");
+        assert_eq!(lines > 3.0, !coalesced, "{keys}: {lines} of the fewest lines");
     }
 }

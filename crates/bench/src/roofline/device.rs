@@ -1,6 +1,6 @@
 //! What a device measured of its own steps, as tables.
 
-use lily_device::{OperationTime, OperationTimes};
+use lily_device::{Inside, OperationTime, OperationTimes};
 use serde_json::{Value, json};
 
 use super::Row;
@@ -69,6 +69,7 @@ fn as_json(point: Point, times: &OperationTimes) -> Value {
             "calls": time.calls,
             "seconds": time.seconds,
             "bytes": time.bytes,
+            "macs": time.macs,
         })
     };
     json!({
@@ -105,10 +106,15 @@ pub fn device_rows(what: &str, times: &OperationTimes) -> Vec<Row> {
             kernel: format!("{what}: {}", name(time)),
             calls: time.calls,
             bytes: time.bytes as f64 / calls,
+            macs: (time.macs > 0).then_some(time.macs as f64 / calls),
+            macs_per_second: times.matrix_rate,
             seconds: vec![time.seconds / calls],
             read_only: twin(|t| t.read_only),
             no_arithmetic: twin(|t| t.no_arithmetic),
-            ..Row::default()
+            inside: match time.inside {
+                Inside::Seconds(seconds) => Inside::Seconds(seconds / calls),
+                other => other,
+            },
         }
     };
     sorted(times).iter().map(row).collect()
@@ -128,7 +134,18 @@ mod tests {
             [("embed", "embed", 0.5, 0), ("linear", "gemv", 2.0, 4_000_000_000)]
         {
             let twins = Some(Twins { read_only: seconds / 2.0, no_arithmetic: seconds });
-            times.add(OperationTime { operation, kernel, calls: 8, seconds, bytes, twins });
+            let macs = 4 * bytes;
+            let inside = Inside::Seconds(seconds / 4.0);
+            times.add(OperationTime {
+                operation,
+                kernel,
+                calls: 8,
+                seconds,
+                bytes,
+                macs,
+                twins,
+                inside,
+            });
         }
         times
     }
@@ -156,9 +173,17 @@ mod tests {
 
     #[test]
     fn rows_are_of_one_call() {
-        let rows = device_rows("decode", &times());
+        let times = OperationTimes { matrix_rate: Some(1e10), ..times() };
+        let rows = device_rows("decode", &times);
         assert_eq!(rows[0].kernel, "decode: linear: gemv");
         assert_eq!((rows[0].bytes, &rows[0].seconds[..]), (5e8, &[0.25][..]));
         assert_eq!((rows[0].read_only[0], rows[0].no_arithmetic[0]), (0.125, 0.25));
+        assert_eq!(rows[0].inside, Inside::Seconds(0.0625));
+        // 2 G multiply-adds take longer than half a GB at 4 GB/s; a kernel without any has no such limit.
+        assert_eq!(
+            (rows[0].macs, rows[0].floor(4e9), rows[0].bound(4e9)),
+            (Some(2e9), 0.2, "products")
+        );
+        assert_eq!((rows[1].macs, rows[1].bound(4e9)), (None, "bytes"));
     }
 }

@@ -9,6 +9,7 @@ mod cold;
 mod cpu;
 mod device;
 
+use lily_device::Inside;
 use serde_json::{Value, json};
 
 pub use cpu::{CpuRoofline, Sizes};
@@ -48,15 +49,48 @@ pub struct Row {
     pub read_only: Vec<f64>,
     /// Of its no-arithmetic variant.
     pub no_arithmetic: Vec<f64>,
+    /// What a call takes inside the model, among the other kernels.
+    pub inside: Inside,
 }
 
 impl Row {
     /// The least time of a call: that of its bytes or of its multiplications, whichever is longer.
     pub fn floor(&self, bytes_per_second: f64) -> f64 {
-        let macs = self.macs.zip(self.macs_per_second).map_or(0.0, |(n, rate)| n / rate);
-        (self.bytes / bytes_per_second).max(macs)
+        (self.bytes / bytes_per_second).max(self.macs_floor())
+    }
+
+    /// The least time of its multiplications.
+    fn macs_floor(&self) -> f64 {
+        self.macs.zip(self.macs_per_second).map_or(0.0, |(n, rate)| n / rate)
+    }
+
+    /// Seconds of a call inside the model, if they were measured.
+    fn seconds_inside(&self) -> Option<f64> {
+        match self.inside {
+            Inside::Seconds(seconds) => Some(seconds),
+            _ => None,
+        }
+    }
+
+    /// The least time over the time inside the model: none where the step takes no less without the kernel.
+    fn of_limit_inside(&self, bytes_per_second: f64) -> Option<f64> {
+        let seconds = self.seconds_inside().filter(|s| *s > 0.0)?;
+        Some(self.floor(bytes_per_second) / seconds)
+    }
+
+    /// Which of the two is longer.
+    pub fn bound(&self, bytes_per_second: f64) -> &'static str {
+        match self.macs_floor() > self.bytes / bytes_per_second {
+            true => "products",
+            false => "bytes",
+        }
     }
 }
+
+/// What the times inside a model are.
+const INSIDE: &str = "inside: what the step takes less without the kernel's launches, of one of them; of the ten costliest kernels of a step";
+/// Why a kernel has none.
+const NEEDED: &str = "others read memory where the indices say that it writes";
 
 /// All kernels of a machine.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -74,43 +108,65 @@ pub struct Roofline {
 impl Roofline {
     /// The table.
     pub fn table(&self) -> Table {
-        let head = [
+        let mut head = vec![
             "kernel",
             "us",
             "spread",
             "GB/s",
             "GMAC/s",
             "of limit",
+            "bound by",
             "read-only us",
             "no-arithmetic us",
         ];
-        let mut rows = vec![head.map(String::from).to_vec()];
-        rows.extend(self.rows.iter().map(|row| self.cells(row)));
-        let notes = vec![
+        let inside = self.rows.iter().any(|row| row.inside != Inside::NotMeasured);
+        if inside {
+            head.extend(["inside us", "of limit inside"]);
+        }
+        let mut rows = vec![head.into_iter().map(String::from).collect()];
+        rows.extend(self.rows.iter().map(|row| self.cells(row, inside)));
+        let mut notes = vec![
             format!("read rate: {:.1} GB/s ({})", self.bytes_per_second / 1e9, self.how),
+            "limit: the time of the bytes or that of the products, whichever is longer".to_owned(),
             "read-only: the same bytes straight through; no-arithmetic: as the kernel divides them"
                 .to_owned(),
         ];
+        if inside {
+            notes.push(format!("{INSIDE}; –: {NEEDED}"));
+        }
         Table { title: format!("kernels alone on {}, weights cold", self.device), rows, notes }
     }
 
-    fn cells(&self, row: &Row) -> Vec<String> {
+    fn cells(&self, row: &Row, inside: bool) -> Vec<String> {
         let none = || "–".to_owned();
         let micros = |seconds: &[f64]| median(seconds).map_or_else(none, |s| micros(s * 1e6));
         let Some(all) = Summary::of(&row.seconds) else {
             return vec![row.kernel.clone(), "not measured".into()];
         };
         let rate = |amount: f64| format!("{:.1}", amount / all.median / 1e9);
-        vec![
+        let mut cells = vec![
             row.kernel.clone(),
             micros(&row.seconds),
             format!("± {:.1} %", 50.0 * all.spread()),
             rate(row.bytes),
             row.macs.map_or_else(none, rate),
             format!("{:.3}", row.floor(self.bytes_per_second) / all.median),
+            row.bound(self.bytes_per_second).to_owned(),
             micros(&row.read_only),
             micros(&row.no_arithmetic),
-        ]
+        ];
+        if inside {
+            cells.extend(match row.inside {
+                Inside::Seconds(seconds) => [
+                    self::micros(seconds * 1e6),
+                    row.of_limit_inside(self.bytes_per_second)
+                        .map_or_else(none, |r| format!("{r:.3}")),
+                ],
+                Inside::Needed => [none(), none()],
+                Inside::NotMeasured => [String::new(), String::new()],
+            });
+        }
+        cells
     }
 
     /// Everything, rounds included.
@@ -126,8 +182,16 @@ impl Roofline {
                 "seconds": row.seconds,
                 "read_only_seconds": row.read_only,
                 "no_arithmetic_seconds": row.no_arithmetic,
+                "inside_seconds": row.seconds_inside(),
+                "of_limit_inside": row.of_limit_inside(self.bytes_per_second),
+                "not_inside": match row.inside {
+                    Inside::Seconds(_) => None,
+                    Inside::Needed => Some(NEEDED),
+                    Inside::NotMeasured => Some("not measured"),
+                },
                 "bytes_per_second": seconds.map(|s| row.bytes / s),
                 "macs_per_second": seconds.and_then(|s| Some(row.macs? / s)),
+                "bound_by": row.bound(self.bytes_per_second),
                 "of_limit": seconds.map(|s| row.floor(self.bytes_per_second) / s),
             })
         };
@@ -160,6 +224,7 @@ impl Roofline {
             ];
             let name = |part: &str| format!("{}{part}", row.kernel);
             figures.extend(parts.into_iter().filter_map(|(part, s)| figure(name(part), s)));
+            figures.extend(row.seconds_inside().and_then(|s| figure(name(", inside"), &[s])));
         }
         figures
     }
@@ -188,6 +253,7 @@ mod tests {
             seconds: vec![4.0, 2.0, 3.0],
             read_only: vec![1.0],
             no_arithmetic: Vec::new(),
+            inside: Inside::NotMeasured,
         };
         let device = "cpu".to_owned();
         Roofline { device, bytes_per_second: 4e9, how: "read".into(), rows: vec![row] }
@@ -200,10 +266,48 @@ mod tests {
         assert_eq!(roofline.rows[0].floor(4e9), 1.0);
         let cells = &roofline.table().rows[1];
         assert_eq!(cells[1..4], ["3000000", "± 33.3 %", "0.7"]);
-        assert_eq!(cells[4..], ["0.3", "0.333", "1000000", "–"]);
+        assert_eq!(cells[4..], ["0.3", "0.333", "products", "1000000", "–"]);
         let json = roofline.json();
         assert_eq!(json["kernels"][0]["bytes_per_second"], 2e9 / 3.0);
         assert_eq!(json["kernels"][0]["of_limit"], 1.0 / 3.0);
+        assert_eq!(json["kernels"][0]["bound_by"], "products");
+        // Without a rate of multiplications, or with fewer of them, the bytes are all that is known.
+        let unknown = Row { macs_per_second: None, ..roofline.rows[0].clone() };
+        assert_eq!((unknown.floor(4e9), unknown.bound(4e9)), (0.5, "bytes"));
+        let few = Row { macs: Some(4e8), ..roofline.rows[0].clone() };
+        assert_eq!((few.floor(4e9), few.bound(4e9)), (0.5, "bytes"));
+    }
+
+    #[test]
+    fn what_was_measured_inside_stands_beside_it() {
+        let mut roofline = roofline();
+        let row = |inside| Row { inside, ..roofline.rows[0].clone() };
+        // A kernel that others hide costs nothing: its share of the limit means nothing.
+        roofline.rows =
+            [Inside::Seconds(2.0), Inside::Seconds(-0.5), Inside::Needed, Inside::NotMeasured]
+                .map(row)
+                .into();
+        let table = roofline.table();
+        assert_eq!(table.rows[0][9..], ["inside us", "of limit inside"]);
+        let cells: Vec<&[String]> = table.rows[1..].iter().map(|row| &row[9..]).collect();
+        assert_eq!(cells[0], ["2000000", "0.500"]);
+        assert_eq!(cells[1], ["-500000.00", "–"]);
+        assert_eq!(
+            (cells[2], cells[3]),
+            (&["–", "–"].map(String::from)[..], &["", ""].map(String::from)[..])
+        );
+        assert!(table.notes.iter().any(|n| n.contains("inside: ") && n.contains("indices")));
+        let json = roofline.json();
+        let of = |i: usize, what: &str| json["kernels"][i][what].clone();
+        assert_eq!((of(0, "inside_seconds"), of(0, "of_limit_inside")), (2.0.into(), 0.5.into()));
+        assert_eq!(
+            (of(1, "inside_seconds"), of(1, "of_limit_inside")),
+            ((-0.5).into(), Value::Null)
+        );
+        assert_eq!((of(2, "inside_seconds"), of(2, "not_inside")), (Value::Null, NEEDED.into()));
+        assert!(of(0, "not_inside").is_null() && of(3, "inside_seconds").is_null());
+        let figures = roofline.figures();
+        assert_eq!(figures.iter().filter(|f| f.what == "gemv, inside").count(), 2);
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! `lily bench ablate`: what each optimisation is worth.
 
 use clap::Args;
-use lily_bench::ablate::{self, Switch};
-use lily_bench::{Engine, Trouble};
+use lily_bench::ablate::{self, Ablated, Switch};
+use lily_bench::cache::CacheReads;
+use lily_bench::{Engine, LilyEngine, Point, Protocol, Trouble};
 use lily_cpu::Isa;
 use lily_engine::Cancel;
 use serde_json::json;
@@ -22,7 +23,7 @@ use crate::output::Stdout;
 /// shape. The effect is the time without it over the time with it, minus one: positive where it pays. The spread
 /// tells how far the pairs disagree; an effect within it is none. Where CUDA's matrix units leave a switch nothing
 /// to do, both of a pair go without them: `chunked_scan` for `register_scan`, `matrix_attention` for `pack_heads`
-/// and `coalesced_kv`. GPUs have a switch for each optimisation of their kernels, on CUDA also `graphs` and
+/// and `coalesced_kv`, beside which K and V are also read alone, in the two ways that it chooses from. GPUs have a switch for each optimisation of their kernels, on CUDA also `graphs` and
 /// `early_starts` (kernels that begin while the one before them runs). The CPU's are `threads` (one without it),
 /// `vectors` (portable code without it), `quantized_activations` (f32 without it, as --precise) and `chunks` (16
 /// prompt tokens at once without it).
@@ -110,6 +111,40 @@ fn without(compute: &ComputeArgs, name: &str) -> Result<ComputeArgs, Failure> {
     Ok(changed)
 }
 
+/// The switch beside which K and V are read alone.
+const READS: &str = "coalesced_kv";
+
+/// What was measured, on what; and what kept the rest from being measured.
+#[derive(Default)]
+struct Results {
+    all: Vec<Ablated>,
+    device: String,
+    failed: Option<anyhow::Error>,
+}
+
+/// Measures one group of switches after another. What comes of a group is its pairs and the device's name; a group that cannot be
+/// measured ends the run, and what was measured before it stays.
+fn groups<T>(
+    groups: Vec<T>,
+    mut measure: impl FnMut(T) -> anyhow::Result<Option<(Vec<Ablated>, String)>>,
+) -> Results {
+    let mut results = Results::default();
+    for group in groups {
+        match measure(group) {
+            Ok(Some((pairs, device))) => {
+                results.all.extend(pairs);
+                results.device = device;
+            }
+            Ok(None) => break,
+            Err(e) => {
+                results.failed = Some(e);
+                break;
+            }
+        }
+    }
+    results
+}
+
 /// Runs the command.
 pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
     let wanted: Vec<&str> = match args.switch.is_empty() {
@@ -121,44 +156,74 @@ pub fn ablate(args: &AblateArgs) -> anyhow::Result<()> {
     let opened = Opened::new(&args.model, &args.compute)?;
     let protocol = args.points.protocol(opened.model.config.max_position_embeddings)?;
     let mut told = Told { rounds: protocol.rounds, wanted: !args.json };
-    let (mut results, mut device, mut failed) = (Vec::new(), String::new(), None);
-    for (beside, names) in grouped(&args.compute, &wanted) {
-        if cancel.is_cancelled() {
-            break;
-        }
-        let (title, compute) = match beside {
-            Some(other) => (format!("without {other}"), without(&args.compute, other)?),
-            None => ("all on".to_owned(), args.compute.clone()),
-        };
-        let mut base = match open(args, &title, &compute, &cancel) {
-            Ok(base) => base,
-            // What was measured is told first.
-            Err(e) if !results.is_empty() => {
-                failed = Some(e);
-                break;
-            }
-            Err(e) => return Err(e),
-        };
-        let switches = names.into_iter().map(|name| switch(args, &compute, name, &cancel));
-        let switches = switches.collect::<Result<_, Failure>>()?;
-        results.extend(ablate::ablate(&mut base.engine, switches, &protocol, &mut told));
-        device = base.device;
+    let results =
+        groups(grouped(&args.compute, &wanted), |(beside, names)| match cancel.is_cancelled() {
+            true => Ok(None),
+            false => group(args, &protocol, (beside, names), &mut told, &cancel).map(Some),
+        });
+    let Results { all, device, failed } = results;
+    if all.is_empty()
+        && let Some(e) = failed
+    {
+        return Err(e);
     }
+    // What was measured is told first.
     let (source, device) = (opened.checkpoint.source(), &device);
     let mut out = Stdout::new();
     if args.json {
-        let switches = ablate::json(&results);
+        let switches = ablate::json(&all);
         out.json(&json!({ "model": source, "device": device, "switches": switches }))?;
     } else {
         let title = format!("{source} on {device}: time without it over time with it");
-        print(&mut out, &[ablate::table(&title, &results)])?;
+        let mut tables = vec![ablate::table(&title, &all)];
+        let reads: Vec<CacheReads> = all.iter().flat_map(|a| a.cache.clone()).collect();
+        if !reads.is_empty() {
+            tables.push(CacheReads::table(&reads));
+        }
+        print(&mut out, &tables)?;
         out.flush()?;
     }
-    args.record.append("ablate", device, &ablate::figures(&results))?;
+    args.record.append("ablate", device, &ablate::figures(&all))?;
     match (cancel.is_cancelled(), failed) {
         (true, _) => Err(Interrupted.into()),
         (false, Some(e)) => Err(e),
         (false, None) => Ok(()),
+    }
+}
+
+/// The pairs of switches of which both do without the same, and the device's name.
+fn group<'a>(
+    args: &'a AblateArgs,
+    protocol: &Protocol,
+    (beside, names): (Option<&'static str>, Vec<&'a str>),
+    told: &mut Told,
+    cancel: &'a Cancel,
+) -> anyhow::Result<(Vec<Ablated>, String)> {
+    let (title, compute) = match beside {
+        Some(other) => (format!("without {other}"), without(&args.compute, other)?),
+        None => ("all on".to_owned(), args.compute.clone()),
+    };
+    let mut base = open(args, &title, &compute, cancel)?;
+    let beside: Vec<String> = compute.without.clone();
+    let switches = names.into_iter().map(|name| switch(args, &compute, name, &beside, cancel));
+    let switches = switches.collect::<Result<_, Failure>>()?;
+    let mut pairs = ablate::ablate(&mut base.engine, switches, protocol, told);
+    if !args.compute.on_host() {
+        read_alone(&mut base.engine, &mut pairs, cancel);
+    }
+    Ok((pairs, base.device))
+}
+
+/// Reads K and V alone at each length of the pair that is about how they are read.
+fn read_alone(engine: &mut LilyEngine, pairs: &mut [Ablated], cancel: &Cancel) {
+    for Ablated { measured, cache, .. } in
+        pairs.iter_mut().filter(|a| a.measured.engines[1] == READS)
+    {
+        for point in &measured.points {
+            if let (Point::Decode { context, .. }, false) = (point.point, cancel.is_cancelled()) {
+                cache.push(engine.cache_reads(context));
+            }
+        }
     }
 }
 
@@ -167,6 +232,7 @@ fn switch<'a>(
     args: &'a AblateArgs,
     base: &ComputeArgs,
     name: &'a str,
+    beside: &[String],
     cancel: &'a Cancel,
 ) -> Result<Switch<'a>, Failure> {
     let compute = without(base, name)?;
@@ -175,7 +241,7 @@ fn switch<'a>(
         let failed = |error: anyhow::Error| Trouble::Failed(format!("{error:#}"));
         Ok(Box::new(loaded.map_err(failed)?.engine))
     };
-    Ok(Switch { name: name.to_owned(), without: Box::new(opens) })
+    Ok(Switch { name: name.to_owned(), beside: beside.to_vec(), without: Box::new(opens) })
 }
 
 /// The model on the device, computed in one way.
@@ -193,6 +259,8 @@ fn open(
 
 #[cfg(test)]
 mod tests {
+    use lily_bench::Measured;
+
     use super::*;
 
     #[test]
@@ -211,6 +279,49 @@ mod tests {
         );
         let names = Switches::names(DeviceName::Cuda(0));
         assert!(BESIDE.iter().all(|(a, b)| names.contains(a) && names.contains(b)));
+    }
+
+    #[test]
+    fn what_was_measured_stays_where_a_later_base_fails() {
+        let pair = |name: &str| Ablated {
+            beside: Vec::new(),
+            measured: Measured {
+                engines: vec!["all on".into(), name.into()],
+                facts: Vec::new(),
+                points: Vec::new(),
+            },
+            cache: Vec::new(),
+        };
+        let run = |fails: &str| {
+            let (mut begun, fails) = (Vec::new(), fails.to_owned());
+            let results = groups(vec!["a", "b", "c"], |name| {
+                begun.push(name);
+                match name == fails {
+                    true => Err(anyhow::anyhow!("{name}: no memory on the device")),
+                    false => Ok(Some((vec![pair(name)], "gpu".to_owned()))),
+                }
+            });
+            (results, begun)
+        };
+        let names =
+            |r: &Results| r.all.iter().map(|a| a.measured.engines[1].clone()).collect::<String>();
+        let (results, begun) = run("b");
+        assert_eq!((names(&results), results.device.as_str()), ("a".into(), "gpu"));
+        assert_eq!(begun, ["a", "b"], "nothing else begins");
+        let why = format!("{:#}", results.failed.unwrap());
+        assert_eq!(why, "b: no memory on the device");
+        assert_eq!(why.lines().count(), 1);
+        let (results, _) = run("a");
+        assert!(results.all.is_empty() && results.failed.is_some());
+        let (results, _) = run("");
+        assert_eq!((names(&results), results.failed.is_none()), ("abc".into(), true));
+        // An interruption is no failure.
+        let mut left = 1;
+        let results = groups(vec!["a", "b"], |name| {
+            left -= 1;
+            Ok((left >= 0).then(|| (vec![pair(name)], "gpu".to_owned())))
+        });
+        assert_eq!((names(&results), results.failed.is_none()), ("a".into(), true));
     }
 
     #[test]

@@ -28,9 +28,6 @@ use crate::options::{ComputeArgs, ModelArgs};
 use crate::output::Stdout;
 use crate::resolve::{Source, resolve};
 
-/// Multiply-adds a second of an H200 in bf16, as measured with cuBLAS.
-const H200_MACS: f64 = 395e12;
-
 /// Measure prefill and decode over lengths of 256 to 128K tokens.
 ///
 /// Prompts are whole prompts from an empty state; contexts are filled before decoding is timed, so the two never
@@ -214,14 +211,15 @@ fn limits(compute: &ComputeArgs, engine: &mut LilyEngine) -> Limits {
     let budget = engine.inner().budget();
     let enough = budget.weights.max(budget.copies) >= COLD_WEIGHTS;
     let measured = enough.then(|| engine.read_rate()).flatten();
-    let known = || Profile::named("h200").map_or(4.65e12, |p| p.bandwidth);
+    let known = Profile::named("h200");
+    let of_known = |what: fn(Profile) -> f64| known.clone().map_or(f64::INFINITY, what);
     let reading = match measured {
         Some(_) => "reads measured in this run: a long read of the weights",
         None => "reads as known of an NVIDIA H200, not measured in this run",
     };
     Limits {
-        bytes_per_second: measured.unwrap_or_else(known),
-        macs_per_second: H200_MACS,
+        bytes_per_second: measured.unwrap_or_else(|| of_known(|p| p.bandwidth)),
+        macs_per_second: of_known(|p| p.macs.unwrap_or(f64::INFINITY)),
         how: format!("{reading}; bf16 products as known of an NVIDIA H200"),
     }
 }

@@ -459,8 +459,8 @@ impl Program for CpuProgram {
         self.executor.times = match what {
             Measure::Nothing => None,
             Measure::Operations => Some(Box::default()),
-            Measure::Twins => {
-                let what = "the CPU measures kernels with their twins outside of steps";
+            Measure::Twins | Measure::Cache => {
+                let what = "the CPU measures kernels and reads outside of steps";
                 return Err(Refusal::Invalid(what.into()).into());
             }
         };

@@ -56,6 +56,13 @@ kernel_args! {
     }
 }
 
+impl Matrix {
+    /// Elements of one of the stacked matrices: multiply-adds of its product with a row.
+    pub fn elements(&self) -> u64 {
+        u64::from(self.rows) * u64::from(self.cols)
+    }
+}
+
 /// Unit of the offsets in [`Matrix`].
 pub const SLAB_UNIT: u64 = 16;
 

@@ -364,6 +364,11 @@ pub(super) fn state_bytes(c: &Context, heads: u32, segments: usize) -> u64 {
     2 * segments as u64 * state
 }
 
+/// Multiply-adds of so many tokens of a head: each decays, reads, corrects and reads the state again.
+fn token_work(shape: &Shape, tokens: u64) -> u64 {
+    4 * tokens * u64::from(shape.value_dim * shape.key_dim)
+}
+
 /// The recurrence; `out` is bf16. Segments of [`delta_chunk::chunked_from`] rows or more go chunk by chunk, by matrix units, the
 /// others token by token. The scan of the latter runs beside the preparation of the former.
 #[allow(clippy::too_many_arguments)] // the operands of the operation
@@ -440,8 +445,7 @@ fn token_scan(
         ];
         let grid = [c.shape.value_dim / (simds * per), heads, all];
         r.dispatch(kernel, grid, simds * 32, bindings, &args, bytes + table_bytes(c));
-        // Each token decays, reads, corrects and reads the state again.
-        r.worth(4 * u64::from(tokens * heads) * u64::from(c.shape.value_dim * c.shape.key_dim));
+        r.worth(token_work(c.shape, u64::from(tokens) * u64::from(heads)));
     }
 }
 
@@ -507,6 +511,7 @@ pub fn scan_norm(
     let threads = c.shape.value_dim / rows * 32;
     let grid = [heads, segments as u32, 1];
     r.dispatch(kernel, grid, threads, bindings, &args, bytes + table_bytes(c));
+    r.worth(token_work(c.shape, segments as u64 * u64::from(heads)));
 }
 
 #[cfg(test)]

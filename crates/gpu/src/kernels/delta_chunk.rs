@@ -97,7 +97,7 @@ pub fn delta_chunk_parts(
     let segments = c.step.segments.len() as u32;
     // Where a segment's chunks begin hangs on its first row and its number, see `chunk_part`.
     let places = u64::from(c.step.rows() / CHUNK + segments) * u64::from(args.heads);
-    let operand = scratch.take(places * u64::from(PART), ElementType::U32);
+    let operand = scratch.take(places * u64::from(PART), ElementType::F32);
     let bindings = vec![
         read(inputs.qkv),
         read(inputs.decay),

@@ -252,7 +252,7 @@ pub fn dense(r: &mut Recorder, c: &Context, scratch: &mut Scratch, product: &Pro
         &GemmArgs { w, rows, blocks: tiles.large, store, first: [0; 2] },
         source.weight.bytes + u64::from(rows) * u64::from(w.cols) * 2 + moved,
     );
-    r.worth(results * u64::from(w.cols));
+    r.worth(u64::from(rows) * w.elements());
     // Along the longer side.
     let rows_longer = usize::from(tiles.large + tiles.small > w.rows.div_ceil(tiles.columns));
     r.may_cut(rows_longer, offset_of!(GemmArgs, first) + rows_longer * size_of::<u32>());

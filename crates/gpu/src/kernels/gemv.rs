@@ -363,6 +363,8 @@ fn launch(r: &mut Recorder, c: &Context, input: GemvInput, outputs: &[GemvOutput
     bindings.push(Binding::new(keep.unwrap_or(outputs[0].out), Access::Write));
     let traffic = traffic(&input, cols, outputs);
     r.dispatch(policy.kernel, [end, 1, 1], policy.simds * 32, bindings, &args, traffic);
+    let elements = |o: &GemvOutput| u64::from(members(o)) * o.weight.matrix.elements();
+    r.worth(u64::from(rows) * outputs.iter().map(elements).sum::<u64>());
 }
 
 /// Matrices behind an output.

@@ -227,7 +227,7 @@ fn grouped_experts_in(
             + routes.blocks.bytes
             + op.out.bytes,
     );
-    r.worth(2 * u64::from(entries) * u64::from(g.rows) * u64::from(g.cols));
+    r.worth(u64::from(entries) * (g.elements() + u.elements()));
     r.may_cut(1, offset_of!(ExpertsInArgs, first));
 }
 
@@ -328,6 +328,8 @@ fn decode_experts(
         },
         weights + x.bytes + ids.bytes + out.bytes,
     );
+    let elements = a.matrix.elements() + if paired { b.matrix.elements() } else { 0 };
+    r.worth(u64::from(entries) * elements);
 }
 
 /// Down projection of the selected experts.
@@ -375,7 +377,7 @@ pub fn experts_out(
             + routes.blocks.bytes
             + op.out.bytes,
     );
-    r.worth(u64::from(entries) * u64::from(d.rows) * u64::from(d.cols));
+    r.worth(u64::from(entries) * d.elements());
     r.may_cut(1, offset_of!(ExpertsOutArgs, first));
 }
 
@@ -505,6 +507,8 @@ pub fn decode_experts_out(r: &mut Recorder, c: &Context, op: &ExpertsSum) {
             + inputs.iter().map(|o| o.bytes).sum::<u64>()
             + op.out.bytes,
     );
+    let elements = u64::from(op.k) * down.elements() + shared_down.elements();
+    r.worth(u64::from(op.rows) * elements);
 }
 
 #[cfg(test)]

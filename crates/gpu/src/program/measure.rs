@@ -2,13 +2,15 @@
 //!
 //! After a step has run, its dispatches run again on memory of their own, in which no value takes another's place:
 //! first as a whole, then all dispatches of each kernel of an operation by themselves. The layers' weights differ, so
-//! that none of them comes out of a cache. Kernels are functions of what they read, so a step's state and results
+//! that none of them comes out of a cache. Then the step runs again as a whole, in turns with the step without one kernel: what that
+//! saves is what the kernel takes inside. What a left-out kernel would have written is there from the runs with it, since no other value lies
+//! there, so that those behind it read what they always read; and none is left out that writes indices. Kernels are functions of what they read, so a step's state and results
 //! stay what they were; what moves on with a step is put back before each run.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use lily_device::{Measure, OperationTime, OperationTimes, Twins};
+use lily_device::{Inside, Measure, OperationTime, OperationTimes, Twins};
 use lily_ops::ElementType;
 
 use super::record::{Kind, Recorded};
@@ -23,15 +25,22 @@ use crate::text::{Shape, Text};
 const WARM_UP: usize = 2;
 /// Measured runs; their median counts.
 const ROUNDS: usize = 5;
+/// Kernels that are left out one by one: the costliest.
+const COSTLIEST: usize = 10;
+/// Measured pairs of a step and the step without a kernel; their median counts.
+const PAIRS: usize = 5;
 /// Bytes of the long read that tells the device's rate.
 const LONG_READ: u64 = 8 << 30;
+/// Bytes that leave nothing else in a device's caches.
+const FLUSH: u64 = 512 << 20;
 /// Threads and threadgroups a core of a read without a kernel's grid.
 const READ_GRID: (u32, u32) = (256, 8);
 
 /// What is measured, and what it takes.
 pub(super) struct Meter {
-    times: OperationTimes,
-    reader: Option<Reader>,
+    what: Measure,
+    pub times: OperationTimes,
+    pub reader: Option<Reader>,
 }
 
 /// Words that a step moves on.
@@ -52,17 +61,18 @@ impl GpuProgram {
         if let Some(reader) = self.meter.take().and_then(|meter| meter.reader) {
             self.driver.release(reader.out.buffer);
         }
-        let mut meter = match what {
+        let reader = match what {
             Measure::Nothing => return Ok(()),
-            Measure::Operations => Meter { times: OperationTimes::default(), reader: None },
-            Measure::Twins => {
+            Measure::Operations => None,
+            Measure::Twins | Measure::Cache => {
                 let slabs = self.recording.slabs();
-                let reader = Reader::new(&mut *self.driver, &self.recording.text_shape(), slabs)?;
-                Meter { times: OperationTimes::default(), reader: Some(reader) }
+                Some(Reader::new(&mut *self.driver, &self.recording.text_shape(), slabs)?)
             }
         };
-        if let Some(reader) = &mut meter.reader {
+        let mut meter = Meter { what, times: OperationTimes::default(), reader };
+        if let (Measure::Twins, Some(reader)) = (what, &mut meter.reader) {
             meter.times.read_rate = Some(reader.rate(&mut *self.driver)?);
+            meter.times.matrix_rate = self.driver.profile().macs;
         }
         self.meter = Some(meter);
         Ok(())
@@ -80,12 +90,16 @@ impl GpuProgram {
         }
     }
 
-    /// Measures the step that was submitted last, of this kind. A reason why it could not is kept with the times.
-    pub(super) fn measure_step(&mut self, kind: &Kind, before: &Moved) {
+    /// Measures the step that was submitted last, of this kind, its longest slot now of `context` tokens. A reason why it could not is kept
+    /// with the times.
+    pub(super) fn measure_step(&mut self, kind: &Kind, context: usize, before: &Moved) {
         let Some(mut meter) = self.meter.take() else { return };
         let reads_device = Moved::read(&mut *self.driver, &self.memory, &self.io);
         let result = reads_device.map_err(|e| e.to_string()).and_then(|after| {
-            let measured = self.run_alone(kind, before, &mut meter);
+            let measured = match meter.what {
+                Measure::Cache => self.read_caches(kind, context, before, &mut meter),
+                _ => self.run_alone(kind, context, before, &mut meter),
+            };
             let restored = after.write(&mut *self.driver, &self.memory, &self.io);
             measured.and(restored.map_err(|e| e.to_string()))
         });
@@ -95,9 +109,19 @@ impl GpuProgram {
         self.meter = Some(meter);
     }
 
-    fn run_alone(&mut self, kind: &Kind, before: &Moved, meter: &mut Meter) -> Result<(), String> {
+    fn run_alone(
+        &mut self,
+        kind: &Kind,
+        context: usize,
+        before: &Moved,
+        meter: &mut Meter,
+    ) -> Result<(), String> {
         let tables = &self.memory.tables[kind.tables];
         let Recorded { mut list, scratch } = self.recording.record(kind, tables, &self.io)?;
+        // Lists are recorded for contexts of powers of two: what they move and multiply is that of the step's own.
+        let mut exact = kind.clone();
+        exact.shape.context = exact.shape.context.min(context as u32);
+        count_as(&mut list, &self.recording.record(&exact, tables, &self.io)?.list);
         if !list.breaks.is_empty() {
             return Err("steps whose routing is the host's are not measured".into());
         }
@@ -126,31 +150,119 @@ impl GpuProgram {
         meter: &mut Meter,
     ) -> Result<(), DriverError> {
         let Self { driver, memory, io, .. } = self;
-        let time = |driver: &mut dyn Driver, list: CommandList| {
-            time(driver, list, |driver| before.write(driver, memory, io))
-        };
-        let whole = time(&mut **driver, list.clone())?;
+        let put_back = |driver: &mut dyn Driver| before.write(driver, memory, io);
+        let time = |driver: &mut dyn Driver, list| time(driver, list, put_back);
+        let list = Arc::new(list);
+        let whole = time(&mut **driver, Arc::clone(&list))?;
+        let mut measured = Vec::new();
         for group in groups(&list) {
             let first = group.dispatches[0].clone();
             let calls = group.dispatches.len() as u64;
             let bytes = group.dispatches.iter().map(|d| d.traffic).sum();
+            let macs = group.dispatches.iter().map(|d| d.work).sum();
             let twins = match &mut meter.reader {
                 Some(reader) => {
                     let (straight, shaped) = reader.twins(&group.dispatches);
                     Some(Twins {
-                        read_only: time(&mut **driver, straight)?,
-                        no_arithmetic: time(&mut **driver, shaped)?,
+                        read_only: time(&mut **driver, Arc::new(straight))?,
+                        no_arithmetic: time(&mut **driver, Arc::new(shaped))?,
                     })
                 }
                 None => None,
             };
-            let seconds = time(&mut **driver, group.list(&list))?;
+            let seconds = time(&mut **driver, Arc::new(group.list(&list)))?;
             let (operation, kernel) = (first.op, first.kernel);
-            meter.times.add(OperationTime { operation, kernel, calls, seconds, bytes, twins });
+            let inside = Inside::NotMeasured;
+            measured.push(OperationTime {
+                operation,
+                kernel,
+                calls,
+                seconds,
+                bytes,
+                macs,
+                twins,
+                inside,
+            });
         }
+        if meter.reader.is_some() {
+            let mut costliest: Vec<&mut OperationTime> = measured.iter_mut().collect();
+            costliest.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+            for time in costliest.into_iter().take(COSTLIEST) {
+                time.inside = inside(&mut **driver, &list, time, put_back)?;
+            }
+        }
+        measured.into_iter().for_each(|time| meter.times.add(time));
         meter.times.steps += 1;
         meter.times.seconds += whole;
         Ok(())
+    }
+}
+
+/// What a kernel takes inside a step.
+fn inside(
+    driver: &mut dyn Driver,
+    list: &Arc<CommandList>,
+    time: &OperationTime,
+    before: impl FnMut(&mut dyn Driver) -> Result<(), DriverError>,
+) -> Result<Inside, DriverError> {
+    let own = |d: &Dispatch| (d.op, d.kernel) == (time.operation, time.kernel);
+    if list.dispatches.iter().any(|d| own(d) && d.writes_indices()) {
+        return Ok(Inside::Needed);
+    }
+    let less = Arc::new(list.without(own));
+    saved(driver, [list, &less], before).map(Inside::Seconds)
+}
+
+/// How many seconds the second of two lists takes less than the first, which is warm: median of pairs, in one order and then in the other.
+fn saved(
+    driver: &mut dyn Driver,
+    lists: [&Arc<CommandList>; 2],
+    mut before: impl FnMut(&mut dyn Driver) -> Result<(), DriverError>,
+) -> Result<f64, DriverError> {
+    for _ in 0..WARM_UP {
+        before(driver)?;
+        run(driver, lists[1])?;
+    }
+    let mut pairs = Vec::new();
+    for pair in 0..PAIRS {
+        let (mut seconds, mut told) = ([0.0; 2], true);
+        for which in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
+            before(driver)?;
+            (seconds[which], told) = run(driver, lists[which])?;
+        }
+        let saved = seconds[0] - seconds[1];
+        if !told {
+            return Ok(saved);
+        }
+        pairs.push(saved);
+    }
+    Ok(middle(pairs))
+}
+
+fn middle(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Seconds of one run, and whether the device told them; else they are the host's.
+fn run(driver: &mut dyn Driver, list: &Arc<CommandList>) -> Result<(f64, bool), DriverError> {
+    let start = Instant::now();
+    let submission = driver.submit(list)?;
+    let told = driver.wait(submission)?.seconds;
+    Ok(match told > 0.0 {
+        true => (told, true),
+        false => (start.elapsed().as_secs_f64(), false),
+    })
+}
+
+/// Gives dispatches the counts of those of another list, where it has the same kernels.
+pub(super) fn count_as(list: &mut CommandList, other: &CommandList) {
+    let kernels = |list: &CommandList| list.dispatches.iter().map(|d| d.kernel).collect::<Vec<_>>();
+    if kernels(list) != kernels(other) {
+        return;
+    }
+    for (d, other) in list.dispatches.iter_mut().zip(&other.dispatches) {
+        (d.traffic, d.work) = (other.traffic, other.work);
     }
 }
 
@@ -191,24 +303,19 @@ impl Group {
 /// Median seconds of a list. A device that does not tell its times is asked once, by the host's clock.
 pub(super) fn time(
     driver: &mut dyn Driver,
-    list: CommandList,
+    list: Arc<CommandList>,
     mut before: impl FnMut(&mut dyn Driver) -> Result<(), DriverError>,
 ) -> Result<f64, DriverError> {
-    let list = Arc::new(list);
     let mut times = Vec::new();
     for _ in 0..WARM_UP + ROUNDS {
         before(driver)?;
-        let start = Instant::now();
-        let submission = driver.submit(&list)?;
-        let told = driver.wait(submission)?.seconds;
-        if told <= 0.0 {
-            return Ok(start.elapsed().as_secs_f64());
+        let (seconds, told) = run(driver, &list)?;
+        if !told {
+            return Ok(seconds);
         }
-        times.push(told);
+        times.push(seconds);
     }
-    let mut measured = times.split_off(WARM_UP);
-    measured.sort_by(f64::total_cmp);
-    Ok(measured[measured.len() / 2])
+    Ok(middle(times.split_off(WARM_UP)))
 }
 
 impl Moved {
@@ -220,7 +327,7 @@ impl Moved {
         Ok(Self { headers: part(memory.tables[0].headers)?, counts: part(io.counts)? })
     }
 
-    fn write(
+    pub fn write(
         &self,
         driver: &mut dyn Driver,
         memory: &Memory,
@@ -233,7 +340,7 @@ impl Moved {
 }
 
 /// Reads the weights' slabs, on and on, so that nothing it reads was read lately.
-struct Reader {
+pub(super) struct Reader {
     pipeline: Pipeline,
     slabs: Vec<(Buffer, u64)>,
     /// Slab and packet that are next.
@@ -296,21 +403,30 @@ impl Reader {
         (self.list(straight), self.list(shaped))
     }
 
-    /// Bytes a second of a long read.
-    fn rate(&mut self, driver: &mut dyn Driver) -> Result<f64, DriverError> {
-        let (mut recorder, mut left) = (Recorder::default(), LONG_READ);
-        let mut bytes = 0;
+    /// Reads each slab, up to so many bytes in all; also how many these are.
+    fn sweep(&self, most: u64) -> (CommandList, u64) {
+        let (mut recorder, mut left) = (Recorder::default(), most);
         for (buffer, size) in self.slabs.clone() {
             let packets = (size.min(left) / PACKET).min(1 << 31);
             if packets == 0 {
                 continue;
             }
             left -= packets * PACKET;
-            bytes += packets * PACKET;
             let packets = packets as u32;
             let part = Part { buffer, bytes: size, first: 0, packets, passes: 1 };
             read(&mut recorder, &part, self.grid(), self.out, false);
         }
-        Ok(bytes as f64 / time(driver, self.list(recorder), |_| Ok(()))?)
+        (self.list(recorder), most - left)
+    }
+
+    /// A read after which no cache holds anything else.
+    pub fn flush(&self) -> Arc<CommandList> {
+        Arc::new(self.sweep(FLUSH).0)
+    }
+
+    /// Bytes a second of a long read.
+    fn rate(&mut self, driver: &mut dyn Driver) -> Result<f64, DriverError> {
+        let (list, bytes) = self.sweep(LONG_READ);
+        Ok(bytes as f64 / time(driver, Arc::new(list), |_| Ok(()))?)
     }
 }

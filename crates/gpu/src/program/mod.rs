@@ -1,5 +1,6 @@
 //! A plan prepared for a GPU: lists recorded once for each kind of step, then submitted.
 
+mod cache;
 mod head;
 mod measure;
 mod record;

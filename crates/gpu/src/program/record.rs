@@ -233,6 +233,12 @@ impl Recording {
         Ok((most.max(16), kernels))
     }
 
+    /// What encoders of a step are given.
+    pub(super) fn context<'a>(&'a self, step: StepShape, tables: &'a Tables) -> Context<'a> {
+        let Self { profile, tuning, shape, .. } = self;
+        Context { profile, tuning, shape, step, tables }
+    }
+
     /// Records a kind of step.
     pub(super) fn record(&self, kind: &Kind, tables: &Tables, io: &Io) -> Result<Recorded, String> {
         let mut scratch = Scratch::default();
@@ -242,13 +248,7 @@ impl Recording {
             tables.output_rows.offset += u64::from(first) * 4;
             tables.output_rows.bytes = u64::from(kind.shape.outputs) * 4;
         }
-        let c = Context {
-            profile: &self.profile,
-            tuning: &self.tuning,
-            shape: &self.shape,
-            step: kind.shape.clone(),
-            tables: &tables,
-        };
+        let c = self.context(kind.shape.clone(), &tables);
         let mut r = Recorder::default();
         let plan = &*self.plan;
         let mut b = Bound {

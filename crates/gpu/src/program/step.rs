@@ -139,7 +139,7 @@ impl GpuProgram {
         }
         self.flights.push_back(flight);
         if let Some(moved) = moved {
-            self.measure_step(&kind, &moved);
+            self.measure_step(&kind, context, &moved);
         }
         Ok(Ticket(ticket))
     }

@@ -306,7 +306,7 @@ impl Sweep {
             let driver = &mut *self.driver;
             let submission = driver.submit(&Arc::new(list.clone()))?;
             driver.wait(submission)?;
-            time(driver, alone(&list, operations), |_| Ok(()))
+            time(driver, Arc::new(alone(&list, operations)), |_| Ok(()))
         })();
         self.driver.release(arena);
         ran

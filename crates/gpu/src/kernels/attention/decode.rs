@@ -136,7 +136,7 @@ pub fn attention_decode(
     let cache = u64::from(segments) * attend.cache_bytes(c);
     let traffic = attend.row_bytes(c) + cache + partial;
     if fixed && policy.units {
-        // Each for its own slots; the bytes of both are told with the second.
+        // Each for its own slots; bytes and multiply-adds of both are told with the second.
         let general = [policy.most_splits, columns, segments];
         r.dispatch(kernel, general, 32 * SIMDS, bindings.clone(), &args, 0);
         let pages = [policy.splits, args.kv_heads, segments];
@@ -145,6 +145,7 @@ pub fn attention_decode(
         let grid = [policy.splits, columns, segments];
         r.dispatch(kernel, grid, 32 * SIMDS, bindings, &args, traffic);
     }
+    r.worth(attend.work(c));
 
     let read = [scratch, c.tables.headers, c.tables.segments];
     let mut bindings: Vec<Binding> = read.map(|o| Binding::new(o, Access::Read)).to_vec();
@@ -164,6 +165,67 @@ pub fn attention_decode(
         &args,
         traffic,
     );
+}
+
+/// K or V of a layer, read alone as the splits read it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheRead {
+    /// Query heads.
+    pub heads: u32,
+    /// Attention layer.
+    pub layer: usize,
+    /// K, else V.
+    pub keys: bool,
+    /// As with [`Tuning::coalesced_kv`], else as without.
+    pub coalesced: bool,
+}
+
+impl CacheRead {
+    /// The kernel, of [texts for measuring](crate::text::Text::measuring).
+    pub fn kernel(&self) -> &'static str {
+        match (self.keys, self.coalesced) {
+            (true, true) => "read_keys",
+            (true, false) => "read_keys_strided",
+            (false, true) => "read_values",
+            (false, false) => "read_values_strided",
+        }
+    }
+
+    /// Heads are packed: what is compared is one switch.
+    fn policy(&self, c: &Context) -> DecodePolicy {
+        let tuning = Tuning { pack_heads: true, ..*c.tuning };
+        let kv_heads = self.heads / c.shape.heads_per_kv;
+        DecodePolicy::new(c.shape, c.profile, &tuning, kv_heads, c.step.context)
+    }
+
+    fn grid(&self, c: &Context) -> [u32; 3] {
+        let policy = self.policy(c);
+        let columns = self.heads / c.shape.heads_per_kv * policy.cache_reads(c.shape);
+        [policy.splits, columns, c.step.segments.len() as u32]
+    }
+
+    /// Words of the sums that it leaves: one a simdgroup.
+    pub fn sums(&self, c: &Context) -> u64 {
+        self.grid(c).iter().map(|n| u64::from(*n)).product::<u64>() * u64::from(SIMDS)
+    }
+}
+
+/// Records the read of a decode step's K or V; `out` has the [sums](CacheRead::sums), u32.
+pub fn read_cache(r: &mut Recorder, c: &Context, read: &CacheRead, out: Operand) {
+    debug_assert!(c.step.is_decode());
+    let attend = Attend { q: out, heads: read.heads, layer: read.layer, out };
+    let policy = read.policy(c);
+    let mut args = attend.args(c);
+    args.splits = policy.splits;
+    args.most_splits = policy.most_splits;
+    args.fixed_from = policy.fixed_from;
+    let cache = c.tables.kv[read.layer][usize::from(!read.keys)];
+    let inputs = [cache, c.tables.pages, c.tables.headers, c.tables.segments];
+    let mut bindings: Vec<Binding> = inputs.map(|o| Binding::new(o, Access::Read)).to_vec();
+    let sums = Operand { bytes: read.sums(c) * 4, ..out };
+    bindings.push(Binding::new(sums, Access::Write));
+    let traffic = u64::from(args.segments) * attend.cache_bytes(c) / 2 + sums.bytes;
+    r.dispatch(read.kernel(), read.grid(c), 32 * SIMDS, bindings, &args, traffic);
 }
 
 fn split_kernel(tuning: &Tuning, fixed: bool) -> &'static str {

@@ -10,7 +10,7 @@ pub mod decode;
 pub mod prefill;
 pub mod prep;
 
-pub use decode::{attention_decode, attention_scratch_bytes};
+pub use decode::{CacheRead, attention_decode, attention_scratch_bytes, read_cache};
 pub use prefill::attention_prefill;
 pub use prep::{Prep, attention_prep};
 
@@ -143,6 +143,16 @@ impl Attend {
     /// Bytes of K and V of one slot of `c.step.context` tokens.
     fn cache_bytes(&self, c: &Context) -> u64 {
         u64::from(c.step.context) * u64::from(self.kv_heads(c.shape) * c.shape.head_dim) * 4
+    }
+
+    /// Multiply-adds with the keys and the values that each row of the step sees, where every slot is as long as `c.step.context` behind it.
+    fn work(&self, c: &Context) -> u64 {
+        let keys = |rows: &u32| {
+            let (rows, context) = (u64::from(*rows), u64::from(c.step.context));
+            rows * context.saturating_sub(rows) + rows * (rows + 1) / 2
+        };
+        let keys: u64 = c.step.segments.iter().map(keys).sum();
+        2 * keys * u64::from(self.heads * c.shape.head_dim)
     }
 
     /// Queries, K, V, page table, headers, segments: what every attention kernel binds first.

@@ -56,8 +56,7 @@ pub fn attention_prefill(r: &mut Recorder, c: &Context, attend: &Attend) {
     let cache = c.step.segments.len() as u64 * attend.cache_bytes(c);
     let traffic = 2 * attend.row_bytes(c) + cache;
     r.dispatch(kernel, groups, 32 * policy.simds, bindings, &args, traffic);
-    // Scores and values: at most the whole context for each row.
-    r.worth(attend.row_bytes(c) * u64::from(c.step.context));
+    r.worth(attend.work(c));
     r.may_cut(0, offset_of!(AttentionArgs, first));
 }
 
