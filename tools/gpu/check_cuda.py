@@ -73,9 +73,15 @@ def main():
         wrong.append(f"no figures for {sorted(entries - set(table))}")
     if arguments.early:
         parts = re.split(r"\.entry (\w+)", ptx)[1:]
-        waiting = {name for name, body in zip(parts[::2], parts[1::2]) if "griddepcontrol.wait" in body}
+        bodies = list(zip(parts[::2], parts[1::2]))
+        waiting = {name for name, body in bodies if "griddepcontrol.wait" in body}
+        sooner = {name for name, body in bodies if "griddepcontrol.launch_dependents" in body.partition("griddepcontrol.wait")[0]}
         with open(arguments.early) as file:
-            listed = set(file.read().split()) & entries # some shapes do without a kernel
+            lines = [line.split() for line in file]
+        listed = {line[0] for line in lines} & entries # some shapes do without a kernel
+        listed_sooner = {line[0] for line in lines if line[1:] == ["sooner"]} & entries
+        for name in sorted(sooner ^ listed_sooner):
+            wrong.append(f"{name} is listed as letting the next stage begin before its own inputs are there, or does so: not both")
         wrong += [f"{name} waits for its inputs and is not listed as early" for name in sorted(waiting - listed)]
         wrong += [f"{name} is listed as early and does not wait for its inputs" for name in sorted(listed - waiting)]
     if not cubin.startswith(b"\x7fELF"):

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use lily_gpu::kernels::{argument_structs, read};
-use lily_gpu::text::{EARLY, FILES, MEASURING, platform_header};
+use lily_gpu::text::{EARLIER, EARLY, FILES, MEASURING, platform_header};
 use lily_gpu::{Platform, Shape, Text};
 
 fn main() -> std::io::Result<()> {
@@ -30,7 +30,9 @@ fn main() -> std::io::Result<()> {
     for (name, text) in files() {
         write(name, text)?;
     }
-    write("early", &(EARLY.join("\n") + "\n"))?;
+    let sooner = |name| if EARLIER.contains(&name) { " sooner" } else { "" };
+    let early: Vec<String> = EARLY.iter().map(|name| format!("{name}{}\n", sooner(name))).collect();
+    write("early", &early.concat())?;
     let names: Vec<&str> = files().map(|(name, _)| *name).collect();
     write("files", &(names.join("\n") + "\n"))?;
     write("cuda.cu", &Text::measuring(Platform::Cuda, &shape).source)

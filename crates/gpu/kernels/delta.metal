@@ -195,11 +195,13 @@ KERNEL(delta_gates, 128, IN(0, float, a), IN(1, float, b), IN(2, uint, a_log_sla
   if (i < p.count) delta_gate(a[i], b[i], slab_f32(a_log_slab, p.a_log)[h], slab_f32(dt_slab, p.dt_bias)[h], decay + i, beta + i);
 }
 
-// Convolution, silu, q/k norm and gates at once. The strip after the last is the gates': a lane a head.
+// Convolution, silu, q/k norm and gates at once. The strip after the last is the gates': a lane a head. Too short for the recurrence's kernel to
+// load its state meanwhile, which may therefore begin with it.
 KERNEL(conv_prep, 128, IN(0, bf16, x), IN(1, uint, slab), IN(2, SegmentEntry, segments), IN(3, SlotHeader, headers), OUT(4, uint, states),
        OUT(5, bf16, out), IN(6, float, a), IN(7, float, b), IN(8, uint, a_log_slab), IN(9, uint, dt_slab), OUT(10, float, decay),
        OUT(11, float, beta), ARGS(12, PrepArgs, p))
 {
+  next_may_start();
   const uint strip = k_group.x * p.conv.simds + k_simd, start = k_group.y * p.conv.block;
   const DEVICE SegmentEntry *segment = segments + k_group.z;
   if (strip < p.conv.strips && start < segment->rows) {

@@ -33,6 +33,7 @@ uint tg_add(TG uint *p, uint x);
 #define SHARED(T, name, n) __local T (&name)[n] = *(__local T(*)[n])16
 #define KERNEL(name, maxthreads, ...) void name(__VA_ARGS__, uint3 k_group, uint3 k_thread, uint3 k_groups, uint k_lane, uint k_simd)
 void inputs_ready();
+void next_may_start();
 uint load_ahead(const DEVICE uint *p);
 template <class T> void prefetch(const DEVICE T *);
 void tg_barrier();

@@ -108,6 +108,7 @@ template <class... A> constexpr uint emu_args_bytes(void (*)(uint3, uint3, uint3
   EMU_JOIN(EMU_ENTRY_, EMU_KEPT(name))(name, maxthreads) \
   static void name(uint3 k_group, uint3 k_thread, uint3 k_groups, uint k_lane, uint k_simd, __VA_ARGS__)
 FN void inputs_ready() { emu::ready(); }
+FN void next_may_start() {}
 FN uint load_ahead(const uint *p) { return *p; }
 FN uint4 load_ahead4(const uint *p) { return load4(p); }
 template <class T> FN void prefetch(const T *) {}

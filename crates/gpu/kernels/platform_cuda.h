@@ -53,9 +53,19 @@ FN uint scale_pair(uint x, float s)
 }
 // Both of a pair: a · b + c, rounded once.
 FN uint fma_pair(uint a, uint b, uint c) { uint r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
-// Two units of the last place off at most, without a branch for b of 2^126 and more.
-FN float quotient(float a, float b) { return __fdividef(a, b); }
-FN float inverse_sqrt(float x) { return rsqrtf(x); }
+// a / b rounded right, as elsewhere, without its branch for the largest and smallest numbers: b is 2^100 at most, and what the quotient is below
+// 2^-100 may be the last digits off.
+FN float quotient(float a, float b)
+{
+  b = b > 1267650600228229401496703205376.0f ? 1267650600228229401496703205376.0f : b;
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  r = fmaf(fmaf(-b, r, 1.0f), r, r);
+  float q = a * r;
+  q = fmaf(fmaf(-b, q, a), r, q);
+  return fmaf(fmaf(-b, q, a), r, q);
+}
+FN float inverse_sqrt(float x) { return 1.0f / sqrtf(x); }
 FN uint byte_permute(uint a, uint b, uint which) { return __byte_perm(a, b, which); } // of eight bytes those that the four digits name
 #define CODE_PAIR_UP 2535301200456458802993406410752.0f // 2^101
 #define CODE_PAIR_DOWN 2.3283064365386963e-10f           // 2^-32
@@ -64,8 +74,11 @@ FN float fma(float a, float b, float c) { return fmaf(a, b, c); }
 #if __CUDA_ARCH__ >= 900
 // The stage before this one has ended, then the next one may begin to be: see docs/kernels.md, "Early starts".
 FN void inputs_ready() { asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory"); }
+// In front of inputs_ready(): the next stage may begin before the inputs of this one are there.
+FN void next_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #else
 FN void inputs_ready() {}
+FN void next_may_start() {}
 #endif
 // What a stage before the last one wrote, read ahead of inputs_ready(): past the first-level cache, where an older line may lie.
 FN uint load_ahead(const uint *p) { uint x; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(x) : "l"(p)); return x; }

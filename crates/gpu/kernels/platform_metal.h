@@ -45,6 +45,7 @@ FN float inverse_sqrt(float x) { return rsqrt(x); }
 FN uint tg_add(threadgroup uint *p, uint x) { return atomic_fetch_add_explicit((threadgroup atomic_uint *)p, x, memory_order_relaxed); }
 FN uint simd_exclusive_sum(uint x) { return simd_prefix_exclusive_sum(x); }
 FN void inputs_ready() {}
+FN void next_may_start() {}
 FN uint load_ahead(device const uint *p) { return *p; }
 template <class T> FN void prefetch(device const T *) {}
 #define tg_barrier() threadgroup_barrier(mem_flags::mem_threadgroup)

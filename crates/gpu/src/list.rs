@@ -224,19 +224,23 @@ impl CommandList {
     }
 
     /// Whether each dispatch may start while the stage before its own still runs: its kernel waits for its inputs itself
-    /// ([`EARLY`](crate::text::EARLY)), and that stage writes nothing of what it reads before it waits.
+    /// ([`EARLY`](crate::text::EARLY)), and what may still run then writes nothing of what it reads before it waits: that stage, and behind
+    /// one of [`EARLIER`](crate::text::EARLIER) the one before, too.
     pub fn early_starts(&self) -> Vec<bool> {
         let mut early = Vec::new();
-        let mut before: &[Dispatch] = &[];
+        let mut running: Vec<&Dispatch> = Vec::new();
         for stage in self.stages() {
             let stage = &self.dispatches[stage];
             early.extend(stage.iter().map(|dispatch| {
                 let ahead = dispatch.bindings.iter().filter(|b| b.access == Access::ReadAhead);
-                let mut written = before.iter().flat_map(|d| &d.bindings);
+                let mut written = running.iter().flat_map(|d| &d.bindings);
                 crate::text::EARLY.contains(&dispatch.kernel)
                     && !written.any(|w| ahead.clone().any(|a| a.conflicts(w)))
             }));
-            before = stage;
+            if !stage.iter().any(|d| crate::text::EARLIER.contains(&d.kernel)) {
+                running.clear();
+            }
+            running.extend(stage);
         }
         early
     }
@@ -467,6 +471,29 @@ mod tests {
         assert_eq!(starts, [true; 5]);
         let (_, starts) = early(Access::Read, "fill_words");
         assert_eq!(starts, [true, true, false, false, false]);
+
+        // Behind a kernel that lets the next one begin before its own inputs are there, the stage before that may still run.
+        let behind = |kernel: &'static str| {
+            let mut r = Recorder::default();
+            for (kernel, access, read, write) in [
+                ("rms_norm", Access::Read, 0, 16),
+                (kernel, Access::Read, 16, 32),
+                ("scan_norm_4", Access::ReadAhead, 0, 48),
+                (kernel, Access::Read, 48, 64),
+                ("scan_norm_4", Access::ReadAhead, 48, 80),
+                ("rms_norm", Access::ReadAhead, 48, 96),
+            ] {
+                let bindings = vec![
+                    Binding::new(at(read), access),
+                    Binding::new(at(write), Access::Write),
+                    Binding::new(at(112), Access::Write),
+                ];
+                r.dispatch(kernel, [1, 1, 1], 32, bindings, &NoArgs { unused: 0 }, 0);
+            }
+            r.finish(true).early_starts()
+        };
+        assert_eq!(behind("rms_norm"), [true; 6]);
+        assert_eq!(behind("conv_prep"), [true, true, true, true, false, true]);
     }
 
     #[test]

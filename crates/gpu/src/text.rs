@@ -244,6 +244,9 @@ pub const EARLY: &[&str] = &[
     "scan_norm_8",
 ];
 
+/// Of these, those that let the stage behind them begin before their own inputs are there (`next_may_start()`).
+pub const EARLIER: &[&str] = &["conv_prep"];
+
 /// Of tiles by `wgmma`: four steps of 128 rows of activations.
 const WIDE_MEMORY: u32 = 65_536;
 
