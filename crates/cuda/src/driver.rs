@@ -77,6 +77,44 @@ struct Flight {
     end: sys::CUevent,
 }
 
+/// What makes machine code of texts, on any thread.
+struct Compiler {
+    device: String,
+    capability: (i32, i32),
+    cache: Option<PathBuf>,
+}
+
+impl Compiler {
+    /// Machine code of a text; `kept`: as it was kept, if it was.
+    fn code(&self, text: &Text, kept: bool) -> Result<Vec<u8>, DriverError> {
+        let failed = |log: String| DriverError::Compile { device: self.device.clone(), log };
+        let nvrtc = Nvrtc::open().map_err(|e| match e {
+            NvrtcError::Missing(what) | NvrtcError::Refused(what) => failed(what),
+        })?;
+        let mut hasher = DefaultHasher::new();
+        (&text.source, self.capability, nvrtc.version(), crate::nvrtc::OPTIONS).hash(&mut hasher);
+        let file = format!("{:016x}.cubin", hasher.finish());
+        let path = self.cache.as_ref().map(|folder| folder.join(file));
+        let whole = |code: &Vec<u8>| code.starts_with(b"\x7fELF") && code.len() > 4096;
+        let read = path.as_ref().filter(|_| kept).and_then(|p| std::fs::read(p).ok());
+        if let Some(code) = read.filter(whole) {
+            return Ok(code);
+        }
+        let (code, _) = nvrtc.compile(&text.source, self.capability).map_err(|e| match e {
+            NvrtcError::Missing(what) | NvrtcError::Refused(what) => failed(what),
+        })?;
+        if let Some(path) = path {
+            // A cache that cannot be written costs only the next start's time.
+            let beside = path.with_extension(format!("{}.tmp", std::process::id()));
+            let _ = path.parent().map(std::fs::create_dir_all);
+            if std::fs::write(&beside, &code).is_ok() {
+                let _ = std::fs::rename(&beside, &path);
+            }
+        }
+        Ok(code)
+    }
+}
+
 /// An NVIDIA GPU through the CUDA driver API.
 pub struct CudaDriver {
     options: Options,
@@ -137,6 +175,19 @@ fn prepare(function: sys::CUfunction, name: &str, most: u32) -> Result<(), CudaE
     attributes.into_iter().try_for_each(|(attribute, value)| unsafe {
         result::function::set_function_attribute(function, attribute, value)
     })
+}
+
+/// By what a text's module is known.
+fn key_of(text: &Text) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// The module of machine code, in the current context.
+fn load(code: &[u8]) -> Result<sys::CUmodule, CudaError> {
+    // SAFETY: the image is a whole cubin as NVRTC wrote it, which CUDA copies.
+    unsafe { result::module::load_data(code.as_ptr().cast()) }
 }
 
 impl CudaDriver {
@@ -295,33 +346,12 @@ impl CudaDriver {
             .collect()
     }
 
-    /// Machine code of a text; `kept`: as it was kept, if it was.
-    fn code(&self, text: &Text, kept: bool) -> Result<Vec<u8>, DriverError> {
-        let failed = |log: String| DriverError::Compile { device: self.profile.name.clone(), log };
-        let nvrtc = Nvrtc::open().map_err(|e| match e {
-            NvrtcError::Missing(what) | NvrtcError::Refused(what) => failed(what),
-        })?;
-        let mut hasher = DefaultHasher::new();
-        (&text.source, self.capability, nvrtc.version(), crate::nvrtc::OPTIONS).hash(&mut hasher);
-        let file = format!("{:016x}.cubin", hasher.finish());
-        let path = self.options.cache.as_ref().map(|folder| folder.join(file));
-        let whole = |code: &Vec<u8>| code.starts_with(b"\x7fELF") && code.len() > 4096;
-        let read = path.as_ref().filter(|_| kept).and_then(|p| std::fs::read(p).ok());
-        if let Some(code) = read.filter(whole) {
-            return Ok(code);
+    fn compiler(&self) -> Compiler {
+        Compiler {
+            device: self.profile.name.clone(),
+            capability: self.capability,
+            cache: self.options.cache.clone(),
         }
-        let (code, _) = nvrtc.compile(&text.source, self.capability).map_err(|e| match e {
-            NvrtcError::Missing(what) | NvrtcError::Refused(what) => failed(what),
-        })?;
-        if let Some(path) = path {
-            // A cache that cannot be written costs only the next start's time.
-            let beside = path.with_extension(format!("{}.tmp", std::process::id()));
-            let _ = path.parent().map(std::fs::create_dir_all);
-            if std::fs::write(&beside, &code).is_ok() {
-                let _ = std::fs::rename(&beside, &path);
-            }
-        }
-        Ok(code)
     }
 
     fn event(&mut self) -> Result<sys::CUevent, CudaError> {
@@ -512,20 +542,15 @@ impl Driver for CudaDriver {
         kernels: &[&'static str],
     ) -> Result<Vec<Pipeline>, DriverError> {
         self.enter()?;
-        let mut hasher = DefaultHasher::new();
-        text.hash(&mut hasher);
-        let key = hasher.finish();
+        let key = key_of(text);
         let failed =
             |device: &str, log: String| DriverError::Compile { device: device.into(), log };
         if !self.modules.contains_key(&key) {
-            let load = |code: &[u8]| {
-                // SAFETY: the image is a whole cubin as NVRTC wrote it, which CUDA copies.
-                unsafe { result::module::load_data(code.as_ptr().cast()) }
-            };
-            let module = match load(&self.code(text, true)?) {
+            let compiler = self.compiler();
+            let module = match load(&compiler.code(text, true)?) {
                 Ok(module) => module,
                 // What was kept may be damaged: compiled once more.
-                Err(_) => load(&self.code(text, false)?)
+                Err(_) => load(&compiler.code(text, false)?)
                     .map_err(|e| failed(&self.profile.name, describe(&e)))?,
             };
             self.modules.insert(key, module);
@@ -552,6 +577,30 @@ impl Driver for CudaDriver {
             list.push(Pipeline(at as u32));
         }
         Ok(list)
+    }
+
+    fn compile(&mut self, texts: &[Arc<Text>]) {
+        if self.enter().is_err() {
+            return;
+        }
+        let compiler = self.compiler();
+        let missing = |text: &&Arc<Text>| !self.modules.contains_key(&key_of(text));
+        let texts: Vec<&Arc<Text>> = texts.iter().filter(missing).collect();
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        for some in texts.chunks(threads) {
+            let codes: Vec<_> = std::thread::scope(|scope| {
+                let started: Vec<_> =
+                    some.iter().map(|text| scope.spawn(|| compiler.code(text, true))).collect();
+                started.into_iter().map(|thread| thread.join()).collect()
+            });
+            for (text, code) in some.iter().zip(codes) {
+                if let Ok(Ok(code)) = code
+                    && let Ok(module) = load(&code)
+                {
+                    self.modules.insert(key_of(text), module);
+                }
+            }
+        }
     }
 
     fn submit(&mut self, list: &Arc<CommandList>) -> Result<Submission, DriverError> {

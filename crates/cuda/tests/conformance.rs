@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 
 use lily_cuda::{CudaDriver, Options, unavailable};
+use lily_gpu::Driver as _;
 use lily_gpu::Tuning;
-use lily_gpu::conformance::check;
-use lily_ops::Op;
+use lily_gpu::conformance::{check, texts};
+use lily_ops::{Case, Op};
 
 #[test]
 fn every_case_on_the_gpu() {
@@ -19,7 +20,9 @@ fn every_case_on_the_gpu() {
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     let mut failures = Vec::new();
     let mut driver = CudaDriver::open(Options::default()).expect("the device opens");
-    for case in Op::all_cases().iter().filter(|c| c.name.contains(&only)) {
+    let cases: Vec<Case> = Op::all_cases().into_iter().filter(|c| c.name.contains(&only)).collect();
+    driver.compile(&texts(driver.profile().platform, &cases));
+    for case in &cases {
         *counts.entry(case.op().name()).or_default() += 1;
         failures.extend(check(&mut driver, &Tuning::default(), case).err());
     }

@@ -1,5 +1,8 @@
 //! What a GPU promises of an operation, for tests on any driver.
 
+use std::collections::HashSet;
+use std::sync::Arc;
+
 use lily_ops::{
     Activation, Case, CaseOutputs, CaseWeight, ElementType, HostTensor, Op, SlotState, Tolerance,
     WeightFormat,
@@ -7,6 +10,8 @@ use lily_ops::{
 
 use crate::driver::Driver;
 use crate::evaluate::evaluate;
+use crate::profile::Platform;
+use crate::text::{Shape, Text};
 use crate::tuning::Tuning;
 use crate::values::elements;
 
@@ -104,6 +109,12 @@ pub fn tolerance(case: &Case) -> Tolerance {
         Op::Attention(_) => Tolerance { absolute: 1e-6, relative: 4e-3 },
         op => op.tolerance(),
     }
+}
+
+/// The texts of some cases, each once, for [`Driver::compile`].
+pub fn texts(platform: Platform, cases: &[Case]) -> Vec<Arc<Text>> {
+    let shapes: HashSet<Shape> = cases.iter().map(|case| Shape::of(&case.plan)).collect();
+    shapes.iter().map(|shape| Arc::new(Text::new(platform, shape))).collect()
 }
 
 /// Runs a case on a driver and compares it with the scalar reference.

@@ -126,6 +126,12 @@ pub trait Driver: Send {
         kernels: &[&'static str],
     ) -> Result<Vec<Pipeline>, DriverError>;
 
+    /// Compiles texts side by side where that takes long, so that [`pipelines`](Driver::pipelines) need not. Of one that does not compile that
+    /// one tells.
+    fn compile(&mut self, texts: &[Arc<Text>]) {
+        let _ = texts;
+    }
+
     /// Threads that a threadgroup of this pipeline may have.
     fn most_threads(&self, pipeline: Pipeline) -> u32 {
         let _ = pipeline;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use lily_cpu::{CpuDevice, CpuOptions};
 use lily_device::Device;
-use lily_gpu::conformance::check;
+use lily_gpu::conformance::{check, texts};
 use lily_gpu::{Shape, Text, Tuning, text};
 use lily_ops::{Case, Op};
 use serde_json::{Value, json};
@@ -45,6 +45,10 @@ pub fn kernels(device: DeviceName) -> anyhow::Result<Part> {
 /// Runs every case of every operation.
 pub fn cases(device: DeviceName) -> anyhow::Result<Part> {
     let mut gpu = driver(device)?;
+    let cases = Op::all_cases();
+    if let Some(driver) = &mut gpu {
+        driver.compile(&texts(driver.profile().platform, &cases));
+    }
     let cpu = CpuDevice::new(CpuOptions::default());
     let mut run = |case: &Case| match &mut gpu {
         Some(driver) => check(&mut **driver, &Tuning::default(), case),
@@ -55,8 +59,8 @@ pub fn cases(device: DeviceName) -> anyhow::Result<Part> {
     };
     let mut counts: BTreeMap<&str, [usize; 2]> = BTreeMap::new();
     let mut failures = Vec::new();
-    for case in Op::all_cases() {
-        let failure = run(&case).err();
+    for case in &cases {
+        let failure = run(case).err();
         let count = counts.entry(case.op().name()).or_default();
         count[0] += 1;
         count[1] += usize::from(failure.is_some());
