@@ -25,6 +25,7 @@ pub mod report;
 pub mod results;
 pub mod roofline;
 pub mod score;
+pub mod snapshots;
 mod stats;
 pub mod synth;
 

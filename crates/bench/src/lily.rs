@@ -11,6 +11,7 @@ use lily_engine::{
 use crate::cache::CacheReads;
 use crate::clock::{Clock, timed};
 use crate::engine::{Engine, Point, Trouble};
+use crate::snapshots::{Moves, SnapshotTimes};
 
 /// Token ids without meaning: the same for the same length, spread over the vocabulary.
 pub fn prompt_ids(tokens: usize, vocab: usize) -> Vec<u32> {
@@ -165,6 +166,42 @@ impl LilyEngine {
                 None => Ok(times.cache),
             });
         CacheReads { context, reads }
+    }
+
+    /// Copies a session of a context to the host, and goes on from the copy in an empty one, some rounds.
+    pub fn snapshots(&mut self, context: usize, rounds: usize) -> SnapshotTimes {
+        let times = self.timed_snapshots(context, rounds).map_err(|e| self.trouble(&e).to_string());
+        SnapshotTimes { context, times }
+    }
+
+    fn timed_snapshots(&mut self, context: usize, rounds: usize) -> Result<Moves, EngineError> {
+        // A copy that is alive would spare the next one its K and V.
+        self.context = None;
+        let clock = Arc::clone(&self.clock);
+        let prompt = self.prompt(context + 1);
+        let mut session = self.filled_session(&prompt)?;
+        let mut moves = Moves::default();
+        for _ in 0..rounds {
+            self.context = None;
+            let (snapshot, to_host) = timed(&*clock, || self.inner.snapshot(&session));
+            let snapshot = snapshot?;
+            self.session = Some(session);
+            session = self.empty_session()?;
+            let (resumed, seconds) = timed(&*clock, || {
+                self.inner.restore(&mut session, &snapshot)?;
+                self.inner.stage(&mut session, &prompt)?;
+                self.inner
+                    .generate(&mut session, &params(1), &self.cancel, |_| ControlFlow::Continue(()))
+            });
+            resumed?;
+            moves.bytes = snapshot.bytes();
+            moves.to_host.push(to_host);
+            moves.resumed.push(seconds);
+            // Back to where it was before that token.
+            self.inner.restore(&mut session, &snapshot)?;
+        }
+        self.session = Some(session);
+        Ok(moves)
     }
 
     /// Bytes a second that the device reads its weights at, where it can tell.

@@ -186,6 +186,31 @@ fn seconds_by_operation_of_both_phases() {
 }
 
 #[test]
+fn snapshots_of_each_context() {
+    let dir = tempfile::tempdir().unwrap();
+    let record = dir.path().join("results");
+    let more = ["--no-floors", "--snapshots", "--record", record.to_str().unwrap()];
+    let args = [&["bench", "run"], &SMALL[..], &more].concat();
+    let value = json(&[&args[..], &["--json"]].concat());
+    let snapshots = value["snapshots"].as_array().unwrap();
+    assert_eq!((snapshots.len(), &snapshots[0]["context"]), (1, &24.into()), "{value}");
+    let all = &snapshots[0];
+    for part in ["to_host_seconds", "resumed_seconds"] {
+        let seconds = all[part].as_array().unwrap();
+        assert!(seconds.iter().all(|s| s.as_f64().unwrap() > 0.0), "{all}");
+        assert_eq!(seconds.len(), 2, "{all}");
+    }
+    assert!(all["bytes"].as_u64().unwrap() > 24 && all["trouble"].is_null(), "{all}");
+    let run = lily(&args);
+    assert!(run.stdout.contains("back, and one token ms"), "{run:?}");
+    let rows = fs::read_to_string(record.join("run.tsv")).unwrap();
+    assert!(rows.contains("\tsnapshot of 24 tokens, "), "{rows}");
+    // Without it nothing is measured.
+    let value = json(&[&["bench", "run", "--no-floors", "--json"], &SMALL[..]].concat());
+    assert_eq!(value["snapshots"].as_array().unwrap().len(), 0);
+}
+
+#[test]
 fn what_the_cpu_can_leave_out() {
     let dir = tempfile::tempdir().unwrap();
     let record = dir.path().join("results");

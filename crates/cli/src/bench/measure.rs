@@ -10,6 +10,7 @@ use lily_bench::peers::{LlamaBench, LlamaOptions, MlxLm, PeerSpec, sha256};
 use lily_bench::report::{Floors, Table, as_json, tables};
 use lily_bench::results::{Figure, figures};
 use lily_bench::roofline::by_operation as by_operation_of;
+use lily_bench::snapshots::SnapshotTimes;
 use lily_bench::{
     Engine, LilyEngine, Measured, Missing, Point, SystemClock, Trouble, run as run_protocol, timed,
 };
@@ -120,6 +121,10 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
         true => by_operation(&mut engine, &measured),
         false => Vec::new(),
     };
+    let snapshots = match args.out.snapshots && !measured.interrupted() {
+        true => snapshots(&mut engine, &measured, protocol.rounds),
+        false => Vec::new(),
+    };
     // Before the machine's limits are measured, which takes memory of its own.
     let memory = Memory::of(&engine);
     let wanted = !args.out.no_floors && !measured.interrupted();
@@ -135,6 +140,7 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
             "memory": memory.json(),
             "measured": as_json(&measured, floors.as_ref()),
             "operations": operations.iter().map(|o| &o.1).collect::<Vec<_>>(),
+            "snapshots": snapshots.iter().map(SnapshotTimes::json).collect::<Vec<_>>(),
         }))?;
     } else {
         out.line(&format!("{} on {device}", opened.checkpoint.source()))?;
@@ -144,12 +150,16 @@ fn measure(command: &str, args: &RunArgs, peers: Option<&CompareArgs>) -> anyhow
         for (table, ..) in &operations {
             print(&mut out, std::slice::from_ref(table))?;
         }
+        if !snapshots.is_empty() {
+            print(&mut out, &[SnapshotTimes::table(&snapshots)])?;
+        }
         out.text(&about(&measured, floors.as_ref()))?;
         out.flush()?;
     }
     draw(&args.out, &measured, floors.as_ref(), &device)?;
     let mut all = figures(&measured);
     all.extend(operations.into_iter().flat_map(|(_, _, figures)| figures));
+    all.extend(snapshots.iter().flat_map(SnapshotTimes::figures));
     args.out.record.append(command, &device, &all)?;
     match measured.interrupted() {
         true => Err(Interrupted.into()),
@@ -175,6 +185,15 @@ fn by_operation(engine: &mut LilyEngine, measured: &Measured) -> Vec<(Table, Val
         by_operation_of(point, &times)
     };
     measured.points.iter().map(|p| short(p.point)).map(of).collect()
+}
+
+/// A snapshot of each context that was measured.
+fn snapshots(engine: &mut LilyEngine, measured: &Measured, rounds: usize) -> Vec<SnapshotTimes> {
+    let contexts = measured.points.iter().filter_map(|p| match p.point {
+        Point::Decode { context, .. } => Some(context),
+        Point::Prefill { .. } => None,
+    });
+    contexts.map(|context| engine.snapshots(context, rounds)).collect()
 }
 
 /// What the engines were, and what the floors follow from.

@@ -89,6 +89,10 @@ pub struct OutArgs {
     #[arg(long, help_heading = "Output")]
     pub by_op: bool,
 
+    /// Measure too how long a snapshot of each context takes: copied to the host's memory, and back until the next token.
+    #[arg(long, help_heading = "Output")]
+    pub snapshots: bool,
+
     #[command(flatten)]
     pub record: super::record::RecordArgs,
 }
