@@ -321,7 +321,7 @@ def goldens(part):
     of sums: the ratio by one standard error more than the furthest of them, the differences of single positions not at all."""
     s = part.session
     demo = os.path.join(ROOT, "models", "demo")
-    for name in s.sizes["goldens"]:
+    for name in s.o.goldens.split(",") if s.o.goldens else s.sizes["goldens"]:
         path = os.path.join(demo, "golden", name)
         argv = s.lily("bench", "score", "--device", s.o.device, "--model", demo, "--golden", path, "--json")
         value = part.json("score-" + name.split(".")[0], argv + recorded(s, "numerics against mlx-lm in f32"))
@@ -588,6 +588,7 @@ def arguments():
     ap.add_argument("--test", action="append", default=[], metavar="BINARY", help="a built test to run, such as those of lily-cuda and lily-conformance")
     ap.add_argument("--only", default=",".join(PARTS), help="parts to run")
     ap.add_argument("--short", action="store_true", help="every part at small sizes")
+    ap.add_argument("--goldens", default="", metavar="FILE,…", help="of models/demo/golden, instead of those that belong to the sizes")
     ap.add_argument("--lengths", default="", help="prompts and contexts of the frontiers, such as 4096,32768")
     ap.add_argument("--rounds", type=int, default=1, help="measurements of each point of the frontiers")
     ap.add_argument("--seconds", type=float, default=570, help="that all of it may take")

@@ -191,3 +191,34 @@ fn no_time_and_wrong_arguments() {
         assert_eq!(output.status.code(), Some(2), "{wrong:?}: {output:?}");
     }
 }
+
+/// Scores everything as it is told to, and can do nothing else.
+const SCORER: &str = r#"
+case "$*" in *perplexity-long.json*) ;; *) exit 1;; esac
+echo '{"model": "stand-in", "texts": [], "all": {"positions": 18432, "ratio": RATIO, "mean_logprob_difference": MEAN, "top1_equal": 18353, "top1_positions": 18432}}'
+"#;
+
+#[test]
+fn a_long_golden_is_bounded_by_what_mlx_lm_comes_to() {
+    for (ratio, mean, right) in [
+        ("1.00045", "0.00675", true),
+        // What int8 activations give: the ratio alone would pass half as far.
+        ("1.00100", "0.01829", false),
+        ("1.00215", "0.00675", false),
+        ("null", "0.00675", false),
+        ("1.00045", "null", false),
+    ] {
+        let mut rig = Rig::new();
+        let text = SCORER.replace("RATIO", ratio).replace("MEAN", mean);
+        rig.lily = script(&rig.path("lily"), &text);
+        let only = ["--only", "correctness", "--goldens", "perplexity-long.json"];
+        let Some(output) = rig.run(&only) else { return };
+        // All else fails, as it is no engine.
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let summary = rig.summary();
+        let line = summary.lines().find(|l| l.contains("perplexity-long.json, 18432 positions"));
+        let line = line.unwrap_or_else(|| panic!("{summary}"));
+        assert_eq!(!line.contains("FAILED"), right, "{ratio}, {mean}: {line}");
+        assert!(line.contains("(allowed 0.106 %)") && line.contains("(allowed 0.01218)"), "{line}");
+    }
+}

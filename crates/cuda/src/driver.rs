@@ -584,20 +584,27 @@ impl Driver for CudaDriver {
             return;
         }
         let compiler = self.compiler();
-        let missing = |text: &&Arc<Text>| !self.modules.contains_key(&key_of(text));
-        let texts: Vec<&Arc<Text>> = texts.iter().filter(missing).collect();
+        let missing: HashMap<u64, &Arc<Text>> = texts
+            .iter()
+            .map(|text| (key_of(text), text))
+            .filter(|(key, _)| !self.modules.contains_key(key))
+            .collect();
+        let missing: Vec<(u64, &Arc<Text>)> = missing.into_iter().collect();
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        for some in texts.chunks(threads) {
+        for some in missing.chunks(threads) {
             let codes: Vec<_> = std::thread::scope(|scope| {
-                let started: Vec<_> =
-                    some.iter().map(|text| scope.spawn(|| compiler.code(text, true))).collect();
-                started.into_iter().map(|thread| thread.join()).collect()
+                let start = |(_, text): &(u64, &'_ Arc<Text>)| {
+                    let text = Arc::clone(text);
+                    let compiler = &compiler;
+                    std::thread::Builder::new()
+                        .spawn_scoped(scope, move || compiler.code(&text, true))
+                };
+                let started: Vec<_> = some.iter().map(start).collect();
+                started.into_iter().map(|thread| thread.ok()?.join().ok()?.ok()).collect()
             });
-            for (text, code) in some.iter().zip(codes) {
-                if let Ok(Ok(code)) = code
-                    && let Ok(module) = load(&code)
-                {
-                    self.modules.insert(key_of(text), module);
+            for ((key, _), code) in some.iter().zip(codes) {
+                if let Some(module) = code.and_then(|code| load(&code).ok()) {
+                    self.modules.insert(*key, module);
                 }
             }
         }

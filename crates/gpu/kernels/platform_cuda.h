@@ -53,8 +53,8 @@ FN uint scale_pair(uint x, float s)
 }
 // Both of a pair: a · b + c, rounded once.
 FN uint fma_pair(uint a, uint b, uint c) { uint r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
-// a / b rounded right, as elsewhere, without its branch for the largest and smallest numbers: b is 2^100 at most, and what the quotient is below
-// 2^-100 may be the last digits off.
+// a / b rounded right, as elsewhere, for numbers from 2^-100 to 2^100 and a of 0, without the branch for others: a larger b counts as 2^100 (the
+// quotient is then small, not right), and an infinite a gives no number. Callers divide by 1 and more, or by sums of softmax.
 FN float quotient(float a, float b)
 {
   b = b > 1267650600228229401496703205376.0f ? 1267650600228229401496703205376.0f : b;

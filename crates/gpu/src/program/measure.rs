@@ -255,14 +255,20 @@ fn run(driver: &mut dyn Driver, list: &Arc<CommandList>) -> Result<(f64, bool), 
     })
 }
 
-/// Gives dispatches the counts of those of another list, where it has the same kernels.
+/// Gives dispatches the counts of those of another list of the same step: of the same kernel for the same operation of the layer, else of another
+/// kernel that does it there; nothing where the other list has none, as that of a form for longer contexts.
 pub(super) fn count_as(list: &mut CommandList, other: &CommandList) {
-    let kernels = |list: &CommandList| list.dispatches.iter().map(|d| d.kernel).collect::<Vec<_>>();
-    if kernels(list) != kernels(other) {
-        return;
-    }
-    for (d, other) in list.dispatches.iter_mut().zip(&other.dispatches) {
-        (d.traffic, d.work) = (other.traffic, other.work);
+    let mut left: Vec<Option<&Dispatch>> = other.dispatches.iter().map(Some).collect();
+    let mut counted = vec![false; list.dispatches.len()];
+    for kernels in [true, false] {
+        for (d, counted) in list.dispatches.iter_mut().zip(&mut counted).filter(|(_, c)| !**c) {
+            let same = |o: &Dispatch| {
+                (o.op, o.layer) == (d.op, d.layer) && (!kernels || o.kernel == d.kernel)
+            };
+            let found = left.iter_mut().find(|o| o.is_some_and(same)).and_then(Option::take);
+            *counted = found.is_some();
+            (d.traffic, d.work) = found.map_or((0, 0), |o| (o.traffic, o.work));
+        }
     }
 }
 
@@ -428,5 +434,45 @@ impl Reader {
     fn rate(&mut self, driver: &mut dyn Driver) -> Result<f64, DriverError> {
         let (list, bytes) = self.sweep(LONG_READ);
         Ok(bytes as f64 / time(driver, Arc::new(list), |_| Ok(()))?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(dispatches: &[(&'static str, u32, u64)]) -> CommandList {
+        let dispatch = |(kernel, layer, count): &(&'static str, u32, u64)| Dispatch {
+            kernel,
+            op: "attention",
+            layer: Some(*layer),
+            groups: [1; 3],
+            threads: 32,
+            bindings: Vec::new(),
+            args: Vec::new(),
+            traffic: *count,
+            work: 2 * count,
+            cut: None,
+        };
+        CommandList {
+            dispatches: dispatches.iter().map(dispatch).collect(),
+            ..CommandList::default()
+        }
+    }
+
+    #[test]
+    fn counts_are_those_of_the_same_kernel_or_of_what_does_its_work() {
+        let counted = |list: &CommandList| -> Vec<_> {
+            list.dispatches.iter().map(|d| (d.traffic, d.work)).collect()
+        };
+        // The form for longer contexts has nothing to do; each layer has its own.
+        let mut both =
+            list(&[("split", 0, 100), ("units", 0, 50), ("split", 1, 100), ("units", 1, 50)]);
+        count_as(&mut both, &list(&[("split", 0, 40), ("split", 1, 30)]));
+        assert_eq!(counted(&both), [(40, 80), (0, 0), (30, 60), (0, 0)]);
+        // Another kernel does it at this length.
+        let mut fixed = list(&[("fixed", 0, 100), ("combine", 0, 9)]);
+        count_as(&mut fixed, &list(&[("split", 0, 40), ("combine", 0, 4)]));
+        assert_eq!(counted(&fixed), [(40, 80), (4, 8)]);
     }
 }
