@@ -309,7 +309,9 @@ impl Memory {
         pages: &[u32],
         tokens: Range<usize>,
     ) -> Result<Vec<u8>, DriverError> {
-        let mut kv = Vec::new();
+        let l = &self.layout;
+        let token = l.kv_layers * 2 * l.kv_heads * l.head_dim * 2;
+        let mut kv = Vec::with_capacity(tokens.len() * token);
         self.runs(pages, tokens, |buffer, at, len| {
             let start = kv.len();
             kv.resize(start + len, 0);
