@@ -176,17 +176,26 @@ FN void emu_load_matrices_transposed(uint (&r)[4], const void *own, const char *
     r[i] = uint(*low) | uint(*high) << 16;
   }
 }
-// A simdgroup's 16 rows of a wgmma (platform_cuda.h) at once: what must stay as it is until the product was waited for is not watched.
+// A simdgroup's 16 rows of a wgmma (platform_cuda.h): at once, but what it reads must be the same when it is waited for.
 #define K_WGMMA 1
+FN uint emu_held(const uint *at) { emu::hold(at, *at); return *at; }
 template <uint N> FN void wgmma(float (&d)[N / 8][4], const uint (&a)[4], const uint *b, uint j, uint lane) {
+  for (uint i = 0; i < 4; i++) emu_held(a + i);
   for (uint n = 0; n < N / 8; n++) {
     const uint row = n * 8 + lane / 4, *line = b + row * 32 + lane % 4;
-    mma16(d[n], a, line[((2 * j) ^ (row % 8)) * 4], line[((2 * j + 1) ^ (row % 8)) * 4]);
+    mma16(d[n], a, emu_held(line + ((2 * j) ^ (row % 8)) * 4), emu_held(line + ((2 * j + 1) ^ (row % 8)) * 4));
   }
 }
-template <uint N> FN void wgmma_done(float (&)[N / 8][4]) {}
 FN void wgmma_begin() {}
-FN void wgmma_commit() {}
-FN void wgmma_wait(uint) {}
+FN void wgmma_commit() { emu::hold_commit(); }
+FN void wgmma_wait(uint left) {
+  uint was = 0;
+  for (const uint *at; emu::held(at, was, left);) if (*at != was) emu::changed("what matrix units read was changed");
+}
+template <uint N> FN void wgmma_done(float (&)[N / 8][4]) {
+  uint was = 0;
+  const uint *at;
+  if (emu::held(at, was, 0)) emu::changed("a result was taken");
+}
 FN void matrix_memory_fence() {}
 #define simdgroup_multiply_accumulate(d, a, b, c) emu_mma(d, a, b, c, __FILE__, __LINE__)

@@ -46,8 +46,10 @@ namespace emu {
 Entry *&Entry::head() { static Entry *h; return h; }
 enum St : uint8_t { RUN, AT_SIMD, AT_SIMDBAR, AT_BAR, DONE };
 struct Copy { void *to; const void *from; uint32_t group; };
+struct Word { const uint32_t *at; uint32_t was, group; };
 struct Fiber {
   Copy copies[64]; uint32_t copying = 0, taken = 0, copy_group = 0;
+  Word words[256]; uint32_t holding = 0, let_go = 0, word_group = 0;
   void *sp = nullptr; char *stack = nullptr; Ids ids; St st; const char *file; int line, op; uint32_t parity, nbar, nsimd;
   void *tsan = nullptr, *fake = nullptr;
 #ifndef HAND
@@ -168,7 +170,7 @@ static void launch(Dim3 G, Dim3 T, Body body, void *closure, const Options &o) {
     munmap(w.arena, ARENA); w.arena = (char *)mmap(nullptr, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);   // new shadow: no false race with the last group
 #endif
     poison(w.arena, w.high); w.high = w.used ? w.used : w.high; w.sites.clear(); w.used = 0;   // poison what the last group used
-    for (uint32_t i = 0; i < n; i++) { Fiber *f = w.f[i].get(); f->ids.group = at; f->st = RUN; f->file = ""; f->line = 0; f->parity = f->nbar = f->nsimd = f->copying = f->taken = 0; prepare(f); }
+    for (uint32_t i = 0; i < n; i++) { Fiber *f = w.f[i].get(); f->ids.group = at; f->st = RUN; f->file = ""; f->line = 0; f->parity = f->nbar = f->nsimd = f->copying = f->taken = f->holding = f->let_go = 0; prepare(f); }
     w.s.threads += n;
     for (;;) {
       uint32_t first = 0;
@@ -221,6 +223,22 @@ __attribute__((noinline, no_sanitize("thread"))) bool copied(void *&to, const vo
   f->taken++;
   return true;
 }
+__attribute__((noinline, no_sanitize("thread"))) void hold(const uint32_t *at, uint32_t was) {
+  World &w = W(); Fiber *f = w.cur;
+  if (f->holding - f->let_go == 256) { fail(w, "more products begun than matrix units have words for here"); end_fiber(w); }
+  Word &word = f->words[f->holding++ % 256];
+  word.at = at; word.was = was; word.group = f->word_group;
+}
+__attribute__((noinline, no_sanitize("thread"))) void hold_commit() { W().cur->word_group++; }
+__attribute__((noinline, no_sanitize("thread"))) bool held(const uint32_t *&at, uint32_t &was, uint32_t left) {
+  Fiber *f = W().cur;
+  const Word &word = f->words[f->let_go % 256];
+  if (f->let_go == f->holding || (left > 0 && word.group + left >= f->word_group)) return false;
+  at = word.at; was = word.was;
+  f->let_go++;
+  return true;
+}
+void changed(const char *what) { World &w = W(); fail(w, "%s before the product was waited for", what); end_fiber(w); }
 void barrier(const char *file, int line, bool simd) {
   World &w = W(); Fiber *f = w.cur; f->file = file; f->line = line; f->st = simd ? AT_SIMDBAR : AT_BAR;
 #if defined(EMU_TSAN)

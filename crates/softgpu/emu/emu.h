@@ -26,6 +26,12 @@ uint32_t shuffle(uint32_t v, uint32_t from, const char *file, int line);
 void copy_async(void *to, const void *from);
 void copy_commit();
 bool copied(void *&to, const void *&from, uint32_t left);
+// Words that matrix units read (wgmma) until the kernel thread has waited for their products: `held` gives the next one and what it was, if there
+// is one but in the last `left` groups; `changed` fails the launch, for one of them or for a result taken too early.
+void hold(const uint32_t *at, uint32_t was);
+void hold_commit();
+bool held(const uint32_t *&at, uint32_t &was, uint32_t left);
+void changed(const char *what);
 void ready();   // see lily_emu_launch
 void multiply16(const float ab[6], float d[4], const char *file, int line);   // pairs of bf16: four words of A, two of B
 void mma8(const float abc[6], float d[2], const char *file, int line);   // two elements a lane of A, B, C
