@@ -13,7 +13,7 @@ Parts, in their order; each has a time limit, one that fails leaves a line and t
                  decode steps five times, then without graphs, early starts and token handoff, and with log-probabilities: the same ids
                  each time; compute-sanitizer on the demo model where it is installed
     roofline     kernels alone beside their read-only twins
-    by_op        seconds by operation of a prompt and of decode steps
+    by_op        seconds by operation of a prompt and of decode steps; a snapshot to the host and back
     decode       `lily run` with sampling at 4K, 32K and 128K
     frontiers    both phases over 256 … 128K, beside llama.cpp where there is one
     slots        1, 2, 4, 8 answers at once through `lily serve`
@@ -411,15 +411,22 @@ def roofline(part):
 def by_op(part):
     s = part.session
     part.need("model")
-    argv = s.lily("bench", "run", "--device", s.o.device, "--model", s.model, "--by-op", "--no-floors", "--rounds", "1", "--prefill",
+    argv = s.lily("bench", "run", "--device", s.o.device, "--model", s.model, "--by-op", "--snapshots", "--no-floors", "--rounds", "1", "--prefill",
                   str(s.sizes["by_op_prompt"]), "--decode", str(s.sizes["by_op"]), "--decode-tokens", "8", "--json")
-    for point in (part.json("by_op", argv + recorded(s, "seconds by operation")) or {}).get("operations", []):
+    value = part.json("by_op", argv + recorded(s, "seconds by operation")) or {}
+    for point in value.get("operations", []):
         if point["trouble"]:
             part.fail("%s at %d: %s" % (point["phase"], point["length"], point["trouble"]))
             continue
         top = sorted(point["operations"], key=lambda op: -op["seconds"])[:4]
         shares = ", ".join("%s %.0f %%" % (op["operation"], 100 * op["seconds"] / point["seconds"]) for op in top)
         part.say("%s at %d, %.3f ms a step: %s" % (point["phase"], point["length"], 1e3 * point["seconds"] / point["steps"], shares))
+    for copy in value.get("snapshots", []):
+        if copy["trouble"]:
+            part.fail("snapshot at %d: %s" % (copy["context"], copy["trouble"]))
+            continue
+        part.say("snapshot at %d, %.1f MB: %.1f ms to the host, %.1f ms back and one token"
+                 % (copy["context"], copy["bytes"] / 1e6, 1e3 * copy["to_host_seconds"][0], 1e3 * copy["resumed_seconds"][0]))
 
 
 def decode(part):

@@ -114,6 +114,7 @@ fn every_part_beside_a_peer_that_is_built_first() {
         "23 decode steps behind 40 tokens, 2 times",
         "logprobs-0: the same ids",
         "isa-portable: the same ids",
+        "snapshot at 32, ",
         "decode at 32: lily ",
         "2 slots: ",
         "threads, decode at 32: ",
