@@ -1,15 +1,14 @@
 //! Steps whose operations are timed: the same results, and each operation accounted for. On the CPU and on the shared
 //! GPU kernels; with LILY_GPU=cuda or LILY_GPU=metal on the GPU of this machine.
 
-use lily_bench::synth::{Shape, Synth};
 use lily_conformance::Fixture;
 use lily_cpu::{CpuDevice, CpuOptions};
 use lily_device::{
     Device, Input, Inside, Limits, Measure, OperationTime, OperationTimes, Output, Program,
     SegmentOut, SlotId, Step, StepError,
 };
-use lily_gpu::program::{Head, Kind, Recording};
-use lily_gpu::{GpuDevice, Profile, StepShape, Tuning};
+use lily_gpu::program::Recording;
+use lily_gpu::{GpuDevice, Profile, Tuning};
 use lily_model::Precision;
 use lily_ops::sample::SampleParams;
 
@@ -176,52 +175,4 @@ fn prompts_are_measured_inside_too() {
         .run(Step::one(SLOT, input, Output::Sample(SampleParams::GREEDY)))
         .expect("the step runs");
     inside_of_the_costliest(&program.operation_times());
-}
-
-/// Which kernels are never left out, of all steps of the real shape that lists are recorded for.
-#[test]
-fn kernels_that_others_find_their_memory_by() {
-    let plan = Synth::new(Shape::qwen3_6_35b_a3b(4)).plan().expect("a plan");
-    let limits = Limits::new(8, 512, 64);
-    let tunings: Vec<Tuning> = std::iter::once(Tuning::default())
-        .chain(Tuning::SWITCHES.iter().filter_map(|(name, _)| Tuning::without(name)))
-        .collect();
-    let mut found = std::collections::BTreeSet::new();
-    let mut all = std::collections::BTreeSet::new();
-    for (profile, tuning) in
-        ["softgpu", "h200"].iter().flat_map(|p| tunings.iter().map(move |t| (p, t)))
-    {
-        let profile = Profile::named(profile).expect("known");
-        let recording = Recording::virtual_of(&plan, tuning, &profile).expect("it can be recorded");
-        for segments in [vec![1], vec![1; 8], vec![64]] {
-            for head in [
-                Head::Finish,
-                Head::Sample { greedy: true },
-                Head::Sample { greedy: false },
-                Head::Rows { first: 0 },
-            ] {
-                let outputs = segments.len() as u32;
-                let shape = StepShape { segments: segments.clone(), outputs, context: 512 };
-                let kind = Kind { shape, tables: 0, head };
-                let (list, _) =
-                    recording.record_virtual(&limits, &kind).expect("it can be recorded");
-                all.extend(list.dispatches.iter().map(|d| d.kernel));
-                found.extend(
-                    list.dispatches.iter().filter(|d| d.writes_indices()).map(|d| d.kernel),
-                );
-            }
-        }
-    }
-    let found: Vec<&str> = found.into_iter().collect();
-    let want = [
-        "finish_step",
-        "route_count",
-        "route_scatter",
-        "router_256",
-        "sample_bins",
-        "sample_pick",
-        "sample_scan",
-    ];
-    assert_eq!(found, want);
-    assert!(all.len() > 2 * found.len(), "{all:?}");
 }

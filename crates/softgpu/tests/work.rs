@@ -160,3 +160,51 @@ fn nothing_that_may_still_run_writes_what_an_early_kernel_reads() {
     }
     assert!(looked > 100, "{looked}");
 }
+
+/// Which kernels are never left out, of all steps of the real shape that lists are recorded for.
+#[test]
+fn kernels_that_others_find_their_memory_by() {
+    let plan = Synth::new(Shape::qwen3_6_35b_a3b(4)).plan().expect("a plan");
+    let limits = Limits::new(8, 512, 64);
+    let tunings: Vec<Tuning> = std::iter::once(Tuning::default())
+        .chain(Tuning::SWITCHES.iter().filter_map(|(name, _)| Tuning::without(name)))
+        .collect();
+    let mut found = std::collections::BTreeSet::new();
+    let mut all = std::collections::BTreeSet::new();
+    for (profile, tuning) in
+        ["softgpu", "h200"].iter().flat_map(|p| tunings.iter().map(move |t| (p, t)))
+    {
+        let profile = Profile::named(profile).expect("known");
+        let recording = Recording::virtual_of(&plan, tuning, &profile).expect("it can be recorded");
+        for segments in [vec![1], vec![1; 8], vec![64]] {
+            for head in [
+                Head::Finish,
+                Head::Sample { greedy: true },
+                Head::Sample { greedy: false },
+                Head::Rows { first: 0 },
+            ] {
+                let outputs = segments.len() as u32;
+                let shape = StepShape { segments: segments.clone(), outputs, context: 512 };
+                let kind = Kind { shape, tables: 0, head };
+                let (list, _) =
+                    recording.record_virtual(&limits, &kind).expect("it can be recorded");
+                all.extend(list.dispatches.iter().map(|d| d.kernel));
+                found.extend(
+                    list.dispatches.iter().filter(|d| d.writes_indices()).map(|d| d.kernel),
+                );
+            }
+        }
+    }
+    let found: Vec<&str> = found.into_iter().collect();
+    let want = [
+        "finish_step",
+        "route_count",
+        "route_scatter",
+        "router_256",
+        "sample_bins",
+        "sample_pick",
+        "sample_scan",
+    ];
+    assert_eq!(found, want);
+    assert!(all.len() > 2 * found.len(), "{all:?}");
+}
